@@ -1,0 +1,260 @@
+"""A CPU device: KV pages, scratch and compiled programs of one model's blocks.
+
+Computes straight from the pager's frames: a lease pins the blocks of a run while they compute.
+Knows spans, pages and launches. Decides nothing about who runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
+
+from actors.actor import Actor, Ref
+from actors.messages import (
+    Acquire,
+    Close,
+    DeviceMessage,
+    DeviceStats,
+    DeviceStatsRequest,
+    Lease,
+    Open,
+    Opened,
+    Refused,
+    Release,
+    Reserve,
+    Reserved,
+    Step,
+    StepDone,
+    Unreserve,
+)
+from jitllm.devices.host import HostProgram
+from jitllm.engine import Logits, Sampling
+from jitllm.errors import OverBudget
+from jitllm.kernels.op import Buffer, Ctx
+from jitllm.kernels.sample import RECORD_BYTES, Sampled, Settings
+from jitllm.memory.pages import KvPages
+from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
+from jitllm.schedule.step import Span, SpanOutputs, SpanResult
+
+
+@dataclass(slots=True)
+class _Seat:
+    """What the device keeps of a sequence: its history for penalties, and the room promised."""
+
+    sampling: Sampling
+    logprobs: bool
+    history: array[int]
+    max_tokens: int
+    promised_tokens: int
+
+
+class Device(Actor):
+    """One CPU device with all blocks of a model.
+
+    pager: whose frames the blocks lie in. logits: the epilogue's output buffer.
+    """
+
+    def __init__(
+        self,
+        program: HostProgram,
+        pages: KvPages,
+        pager: Ref,
+        logits: Buffer,
+        *,
+        tier: str,
+        threads: int,
+        context_tokens: int,
+    ) -> None:
+        self._program = program
+        self._pages = pages
+        self._pager = pager
+        self._logits = logits
+        self._tier = tier
+        self._threads = threads
+        self._context_tokens = context_tokens
+        self._seats: dict[int, _Seat] = {}
+        self._sampling = array("B", bytes(RECORD_BYTES * program.limits.outputs))
+        self._program.step.set(Ctx.SAMPLING, self._sampling.buffer_info()[0])
+        self._compute = ThreadPoolExecutor(1, "jitllm compute")
+
+    async def on_start(self) -> None:
+        """Scratch is charged to the host's budget."""
+        await self._pager.ask(Reserve("scratch", self._program.scratch_bytes))
+
+    async def on_stop(self) -> None:
+        """Give threads and memory back."""
+        self._compute.shutdown()
+        self._program.close()
+
+    async def receive(self, message: DeviceMessage) -> object:
+        """Handle one message."""
+        match message:
+            case Open():
+                return await self._open(message)
+            case Close():
+                await self._close(message.sequence)
+                return None
+            case Step():
+                return await self._step(message)
+            case DeviceStatsRequest():
+                return DeviceStats(
+                    kv_bytes=self._pages.held_bytes,
+                    scratch_bytes=self._program.scratch_bytes,
+                    threads=self._threads,
+                    tier=self._tier,
+                    context_tokens=self._context_tokens,
+                )
+            case _:
+                assert_never(message)
+
+    # --- sequences ---------------------------------------------------------------------------
+
+    def _sets_bytes(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pages.page_tokens) * self._pages.set_bytes
+
+    async def _open(self, message: Open) -> Opened | Refused:
+        """Promise a sequence its KV room."""
+        need = self._sets_bytes(message.promised_tokens)
+        name = f"kv {message.sequence}"
+        reserved: Reserved = await self._pager.ask(Reserve(name, need))
+        if reserved.over_budget_bytes and not message.must_fit:
+            await self._pager.ask(Unreserve(name))
+            return Refused(need, max(need - reserved.over_budget_bytes, 0))
+        self._pages.open(message.sequence, message.max_tokens)
+        self._seats[message.sequence] = _Seat(
+            message.sampling,
+            message.logprobs,
+            array("i", bytes(4 * message.max_tokens)),
+            message.max_tokens,
+            message.promised_tokens,
+        )
+        return Opened(message.sequence)
+
+    async def _close(self, sequence: int) -> None:
+        """Free what a sequence holds; closing one twice does nothing."""
+        self._pages.close(sequence)
+        if self._seats.pop(sequence, None) is not None:
+            await self._pager.ask(Unreserve(f"kv {sequence}"))
+
+    async def _grow(self, span: Span) -> None:
+        """Pages for a span's positions; the promise grows with a reply that outruns it."""
+        seat = self._seats[span.sequence]
+        if span.stop > seat.promised_tokens:
+            seat.promised_tokens = min(span.stop + MIN_PROMISED_TOKENS, seat.max_tokens)
+            need = self._sets_bytes(seat.promised_tokens)
+            await self._pager.ask(Reserve(f"kv {span.sequence}", need))
+        if not self._pages.grow(span.sequence, span.stop):
+            raise OverBudget(
+                f"KV of {span.stop} positions",
+                self._sets_bytes(span.stop),
+                self._pages.num_free * self._pages.set_bytes,
+            )
+
+    # --- steps -------------------------------------------------------------------------------
+
+    async def _step(self, message: Step) -> StepDone:
+        for span in message.spans:
+            await self._grow(span)
+        self._describe(message.spans)
+        await self._run()
+        results, logits = [], []
+        row = 0
+        for span in message.spans:
+            results.append(self._result(span, row))
+            if span.sequence in message.logits and span.num_outputs:
+                logits.append((span.sequence, self._rows(row, span.num_outputs)))
+            row += span.num_outputs
+        return StepDone(message.step_id, tuple(results), tuple(logits))
+
+    def _describe(self, spans: tuple[Span, ...]) -> None:
+        """Write the step into native memory: per token, per row, per output."""
+        step = self._program.step
+        token = output = 0
+        for row, span in enumerate(spans):
+            count, stop = len(span.tokens), token + len(span.tokens)
+            ids = array("i", span.tokens)
+            step.tokens[token:stop] = ids
+            step.positions[token:stop] = array("i", range(span.start, span.stop))
+            step.row_of[token:stop] = array("i", [row]) * count
+            step.tables[row] = self._pages.table_address(span.sequence)
+            seat = self._seats[span.sequence]
+            seat.history[span.start : span.stop] = ids
+            first = token if span.outputs is SpanOutputs.ALL else stop - 1
+            num = span.num_outputs
+            step.outputs[output : output + num] = array("i", range(first, first + num))
+            self._describe_sampling(span, seat, output)
+            token, output = stop, output + num
+        step.set_counts(token, output)
+
+    def _describe_sampling(self, span: Span, seat: _Seat, output: int) -> None:
+        sampling = seat.sampling
+        targets = [*span.tokens[1:], span.target][-span.num_outputs :]
+        for index, target in enumerate(targets if span.num_outputs else ()):
+            position = span.stop - span.num_outputs + index
+            window = position + 1
+            if sampling.repeat_last_n >= 0:
+                window = min(sampling.repeat_last_n, window)
+            settings = Settings(
+                seed=sampling.seed,
+                position=position + 1,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                repeat_penalty=sampling.repeat_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                presence_penalty=sampling.presence_penalty,
+                target=target,
+                want_logprob=seat.logprobs,
+            )
+            history = seat.history.buffer_info()[0] + 4 * (position + 1 - window)
+            record = settings.pack(history, window)
+            start = RECORD_BYTES * (output + index)
+            self._sampling[start : start + RECORD_BYTES] = array("B", record)
+
+    async def _run(self) -> None:
+        """All blocks in order, as long a run at a time as is resident."""
+        loop = asyncio.get_running_loop()
+        program, start, num_blocks = self._program, 0, self._program.num_blocks
+        while start < num_blocks:
+            lease: Lease = await self._pager.ask(Acquire(start, num_blocks))
+            first, last = start == 0, lease.stop == num_blocks
+            try:
+                work = partial(program.run, start, lease.stop, first=first, last=last)
+                await loop.run_in_executor(self._compute, work)
+            finally:
+                await self._pager.tell(Release(lease))
+            start = lease.stop
+
+    def _result(self, span: Span, row: int) -> SpanResult:
+        if not span.num_outputs:
+            return SpanResult(span.sequence, None, 0.0)
+        sampled = [self._sampled(row + i) for i in range(span.num_outputs)]
+        targets = [*span.tokens[1:], span.target][-span.num_outputs :]
+        known = [s.target_logprob for s, t in zip(sampled, targets, strict=True) if t >= 0]
+        return SpanResult(
+            sequence=span.sequence,
+            token=sampled[-1].token if span.sample else None,
+            logprob=sampled[-1].token_logprob,
+            prompt_logprobs=tuple(known) if span.outputs is SpanOutputs.ALL else (),
+        )
+
+    def _sampled(self, output: int) -> Sampled:
+        start = RECORD_BYTES * output
+        return Sampled.unpack(memoryview(self._sampling)[start : start + RECORD_BYTES])
+
+    def _rows(self, row: int, count: int) -> Logits:
+        """A copy of logits rows that the receiver owns."""
+        stride = self._logits.stride_bytes
+        source = self._program.rows(self._logits, row + count)
+        width = 4 * self._logits.width
+        memory = mmap.mmap(-1, count * width)
+        for i in range(count):
+            at = (row + i) * stride
+            memory[i * width : (i + 1) * width] = source[at : at + width]
+        return Logits(memory, count, self._logits.width)

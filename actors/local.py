@@ -1,0 +1,322 @@
+"""The embedded runtime: every actor is a task of one event loop.
+
+Knows mailboxes, tasks and how an answer finds its asker. Knows no actor in particular. Blocking
+work belongs into an executor of the actor that has it; here nothing may block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from actors.actor import Actor, Message
+from actors.mailbox import Mailbox, MailboxStatistics, Stopped
+from jitllm.log import logger
+
+R = TypeVar("R")
+
+MAX_QUEUED = 256
+"""Messages that wait for an actor before its senders wait too."""
+
+_log = logger(__name__)
+
+
+class Runtime:
+    """Actors by name; use it in an `async with`, whose end stops them, the latest first.
+
+    The order is a promise: an actor may rely on those that were spawned before it until its own
+    `on_stop` has returned. With `strict`, messages and replies are pickled on their way, as if
+    between processes: a test then finds what could not travel.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._cells: dict[str, _Cell] = {}
+        self._tasks = asyncio.TaskGroup()
+
+    async def spawn(self, actor: Actor, name: str, *, max_queued: int = MAX_QUEUED) -> LocalRef:
+        """Start `actor` under `name`; its ref once it is ready.
+
+        Raises what its `on_start` raises, and `ValueError` for a name that is taken.
+        """
+        if name in self._cells:
+            raise ValueError(f"an actor is called {name!r} already")
+        cell = self._cells[name] = _Cell(self, actor, name, max_queued)
+        cell.task = self._tasks.create_task(cell.run(), name=name)
+        try:
+            await asyncio.shield(cell.ready)
+        except BaseException:
+            await self.stop(name)
+            raise
+        return cell.ref
+
+    def ref(self, name: str) -> LocalRef:
+        """The ref of the actor that is called `name`; `KeyError` when there is none."""
+        return self._cells[name].ref
+
+    async def stop(self, name: str) -> None:
+        """Stop one actor: what is queued or waits is answered with `Stopped`."""
+        cell = self._cells.get(name)
+        if cell is None or cell.task is None:
+            return
+        cell.task.cancel()
+        await asyncio.wait([cell.task])
+        self._cells.pop(name, None)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            for name in reversed(tuple(self._cells)):
+                await self.stop(name)
+        except BaseException as impatience:  # a second Ctrl-C: all at once, in no order
+            await self._tasks.__aexit__(type(impatience), impatience, impatience.__traceback__)
+            raise
+        await self._tasks.__aexit__(None, None, None)
+
+    def carry(self, value: R) -> R:
+        """`value` as it arrives at the other end."""
+        return self._copy(value) if self._strict else value
+
+    def create_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that this runtime waits for."""
+        return self._tasks.create_task(work, name=name)
+
+    def _copy(self, value: R) -> R:
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(value)
+        buffer.seek(0)
+        copy: R = _Unpickler(buffer, self).load()
+        return copy
+
+
+class LocalRef:
+    """The address of an actor of this process."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: _Cell) -> None:
+        self._cell = cell
+
+    @property
+    def name(self) -> str:
+        """See `Ref`."""
+        return self._cell.name
+
+    async def tell(self, message: Message[Any]) -> None:
+        """See `Ref.tell`."""
+        await self._cell.mailbox.put(_Letter(self._cell.runtime.carry(message), None))
+
+    async def ask(self, message: Message[R]) -> R:
+        """See `Ref.ask`."""
+        cell = self._cell
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        letter = _Letter(cell.runtime.carry(message), reply)
+        try:
+            await cell.mailbox.put(letter)
+            return await reply
+        except asyncio.CancelledError:
+            # An answer that is still to come sees that nobody waits. One that came in the same
+            # moment would be seen by nobody.
+            if not reply.cancel() and not reply.cancelled() and reply.exception() is None:
+                cell.lose(letter, reply.result())
+            raise
+
+    def statistics(self) -> MailboxStatistics:
+        """Of the actor's mailbox."""
+        return self._cell.mailbox.statistics()
+
+    def __repr__(self) -> str:
+        return f"<actor {self.name}>"
+
+
+@dataclass(slots=True, eq=False)
+class _Letter:
+    """A message on its way; `reply` is None when nobody waits for one."""
+
+    message: Any
+    reply: asyncio.Future[Any] | None
+
+
+class _Cell:
+    """One actor at home: its mailbox, its task, and the work beside it."""
+
+    def __init__(self, runtime: Runtime, actor: Actor, name: str, max_queued: int) -> None:
+        self.runtime = runtime
+        self.name = name
+        self.mailbox: Mailbox[_Letter] = Mailbox(name, max_queued)
+        self.ref = LocalRef(self)
+        self.task: asyncio.Task[None] | None = None
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._actor = actor
+        actor.context = self
+        self._beside: set[asyncio.Task[None]] = set()
+        self._owed: set[_Letter] = set()
+
+    @property
+    def me(self) -> LocalRef:
+        """See `Context`."""
+        return self.ref
+
+    def begin(self, work: Coroutine[Any, Any, object], name: str) -> None:
+        """See `Context.begin`."""
+        self._begin(work, self._watch(work, name), name)
+
+    def later(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Future[R]:
+        """See `Context.later`."""
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        task = self._begin(work, _fulfil(work, reply), name)
+        task.add_done_callback(lambda _: reply.cancel())
+        return reply
+
+    async def run(self) -> None:
+        """The whole life of the actor; it ends by being cancelled."""
+        try:
+            await self._actor.on_start()
+            self.ready.set_result(None)
+            while True:
+                await self._handle(await self.mailbox.take())
+        except Exception as error:
+            if self.ready.done():
+                _log.exception("%s failed outside of its handler", self.name)
+            else:
+                self.ready.set_exception(error)
+        finally:
+            await self._end()
+
+    def lose(self, letter: _Letter, reply: object) -> None:
+        """Tell the actor that nobody took `reply`."""
+        try:
+            self._actor.on_lost(letter.message, reply)
+        except Exception:
+            _log.exception("%s could not take a reply back", self.name)
+
+    async def _handle(self, letter: _Letter) -> None:
+        """Have `letter` handled and answer it, whatever happens."""
+        try:
+            reply = await self._actor.receive(letter.message)
+        except asyncio.CancelledError:
+            self._refuse(letter, Stopped(self.name))
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+        except Exception as error:
+            self._refuse(letter, error)
+        else:
+            if isinstance(reply, asyncio.Future):
+                self._owed.add(letter)
+                reply.add_done_callback(partial(self._pay, letter))
+            else:
+                self._answer(letter, reply)
+
+    def _pay(self, letter: _Letter, reply: asyncio.Future[Any]) -> None:
+        """A reply that was promised is there."""
+        self._owed.discard(letter)
+        if reply.cancelled():
+            self._refuse(letter, Stopped(self.name))
+        elif (error := reply.exception()) is not None:
+            self._refuse(letter, error)
+        else:
+            self._answer(letter, reply.result())
+
+    def _answer(self, letter: _Letter, reply: object) -> None:
+        if letter.reply is None:
+            return
+        if letter.reply.done():  # cancelled while it was handled
+            self.lose(letter, reply)
+            return
+        try:
+            letter.reply.set_result(self.runtime.carry(reply))
+        except Exception as error:  # strict: this reply could not travel
+            self._refuse(letter, error)
+
+    def _refuse(self, letter: _Letter, error: BaseException) -> None:
+        if letter.reply is None:
+            if not isinstance(error, Stopped):
+                _log.error(
+                    "%s could not handle %s",
+                    self.name,
+                    type(letter.message).__name__,
+                    exc_info=error,
+                )
+        elif not letter.reply.done():
+            letter.reply.set_exception(self._carry_error(error))
+
+    def _carry_error(self, error: BaseException) -> BaseException:
+        try:
+            return self.runtime.carry(error)
+        except Exception as untold:  # strict: the asker learns at least that much
+            return RuntimeError(f"{type(error).__name__} could not travel: {untold}")
+
+    async def _watch(self, work: Coroutine[Any, Any, object], name: str) -> None:
+        try:
+            await work
+        except Exception:
+            _log.exception("%s: %s failed", self.name, name)
+
+    def _begin(
+        self, work: Coroutine[Any, Any, Any], watched: Coroutine[Any, Any, None], name: str
+    ) -> asyncio.Task[None]:
+        task = self.runtime.create_task(watched, f"{self.name}: {name}")
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        task.add_done_callback(lambda _: work.close())  # it never began if cancelled at once
+        return task
+
+    async def _end(self) -> None:
+        for letter in self.mailbox.close():
+            self._refuse(letter, Stopped(self.name))
+        beside = tuple(self._beside)
+        for task in beside:
+            task.cancel()
+        if beside:
+            await asyncio.wait(beside)
+        try:
+            await self._actor.on_stop()
+        except Exception:
+            _log.exception("%s did not stop cleanly", self.name)
+        for letter in self._owed:
+            self._refuse(letter, Stopped(self.name))
+        if not self.ready.done():
+            self.ready.set_exception(Stopped(self.name))
+            self.ready.exception()  # whoever spawned it may be gone, and that is no news
+
+
+async def _fulfil(work: Coroutine[Any, Any, R], reply: asyncio.Future[R]) -> None:
+    try:
+        result = await work
+    except Exception as error:
+        if not reply.done():
+            reply.set_exception(error)
+    else:
+        if not reply.done():
+            reply.set_result(result)
+
+
+class _Pickler(pickle.Pickler):
+    """Refs travel by name."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return obj.name if isinstance(obj, LocalRef) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, runtime: Runtime) -> None:
+        super().__init__(file)
+        self._runtime = runtime
+
+    def persistent_load(self, name: str) -> LocalRef:
+        return self._runtime.ref(name)

@@ -1,0 +1,261 @@
+"""Every message and what answers it, one section for each receiver.
+
+Knows plain values. A message carries handles (addresses, names), never bytes, and is frozen: sender
+and receiver may be in one process or in two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.actor import Message
+from jitllm.engine import Delta, Logits, Request, Sampling
+from jitllm.schedule.step import Span, SpanResult
+
+# ------------------------------------------------------------------------------------------ pager
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Blocks `[start, stop)` are resident and stay so until the lease is released."""
+
+    lease_id: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the weights lie in this process, for as long as the pager lives."""
+
+    dense: int
+    """Of the first byte of the dense region, which is always resident."""
+    blocks: tuple[int, ...]
+    """Of the first byte of each block's extent; to be read under a lease only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What is left for blocks after a reservation changed."""
+
+    room_bytes: int
+    """What all reservations leave for frames, taken or not."""
+    frames: int
+    """Blocks that can be held at once; one is always admitted."""
+    over_budget_bytes: int
+    """What the model takes beyond the budget, one block at the least."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagerStats:
+    """What the pager holds, and all it did so far."""
+
+    blocks: int
+    resident: int
+    frames: int
+    """Blocks that can be held at once; one is always admitted."""
+    page_ins: int
+    evictions: int
+    bytes_read: int
+    """From the container, its dense region included, its header not."""
+    budget_bytes: int
+    fixed_bytes: int
+    """Dense region and reservations."""
+    over_budget_bytes: int
+    """What the model takes beyond the budget, one block at the least."""
+    read_s: float
+    """Time that page-ins took, overlapping or not."""
+    wait_s: float
+    """Time that devices waited for a block."""
+    reads_ahead: bool
+    """Whether a frame is lent to the next block at the moment."""
+    is_direct: bool
+    """Whether reads go past the page cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire(Message[Lease]):
+    """Lease a run of blocks that begins with `start` and ends before or at `stop`.
+
+    Answered once `start` is resident; the run is as long as what is resident then. Release a lease
+    before the next one is acquired: with a small budget there may be room for one block only.
+    """
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message[None]):
+    """The blocks of `lease` are not used any more. Twice is as good as once."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Locate(Message[Addresses]):
+    """Say where the weights lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(Message[Reserved]):
+    """Set what `name` (KV, scratch) takes of the budget; blocks give way to it.
+
+    Never refused: `over_budget_bytes` tells what it came to.
+    """
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreserve(Message[Reserved]):
+    """`name` takes nothing any more."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetBudget(Message[PagerStats]):
+    """Change what the model may take on this host; answered with what was reached."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagerStatsRequest(Message[PagerStats]):
+    """Say what is held and what was done."""
+
+
+PagerMessage = Acquire | Release | Locate | Reserve | Unreserve | SetBudget | PagerStatsRequest
+
+# ----------------------------------------------------------------------------------------- device
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A sequence has a seat: its page table, and the KV room it was promised."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """There is no room for a sequence beside those that run."""
+
+    need_bytes: int
+    room_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step's results in the order of its spans; logits by sequence, where asked for."""
+
+    step_id: int
+    results: tuple[SpanResult, ...]
+    logits: tuple[tuple[int, Logits], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStats:
+    """What a device holds."""
+
+    kv_bytes: int
+    scratch_bytes: int
+    threads: int
+    tier: str
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open(Message[Opened | Refused]):
+    """Give a sequence a seat and promise it KV room for `promised_tokens` positions.
+
+    logprobs: say how likely each sampled token was.
+    must_fit: take it even over budget, because nothing else runs.
+    """
+
+    sequence: int
+    max_tokens: int
+    promised_tokens: int
+    sampling: Sampling
+    logprobs: bool
+    must_fit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Close(Message[None]):
+    """A sequence has ended: free its seat. Twice is as good as once."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Message[StepDone]):
+    """Compute one forward pass of a batch. logits: sequences whose rows are handed out."""
+
+    step_id: int
+    spans: tuple[Span, ...]
+    logits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatsRequest(Message[DeviceStats]):
+    """Say what is held."""
+
+
+DeviceMessage = Open | Close | Step | DeviceStatsRequest
+
+# -------------------------------------------------------------------------------------- scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request was taken in."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What became known of a request since the last pull; none when it is unknown."""
+
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Sequences and steps."""
+
+    running: int
+    waiting: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Message[Submitted]):
+    """Queue a request. Refused with an error when it cannot be served at all."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Collect(Message[Collected]):
+    """Answer as soon as something of the request is known."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Message[None]):
+    """The client has gone: end the request between two steps, in whatever state it is."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatsRequest(Message[SchedulerStats]):
+    """Say what runs."""
+
+
+SchedulerMessage = Submit | Collect | Cancel | SchedulerStatsRequest

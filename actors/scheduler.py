@@ -1,0 +1,286 @@
+"""The scheduler of one served model: token ids, the plan of each step, replies.
+
+A step reads as a sentence: admit, plan, compute, apply. Decisions live in `jitllm.schedule`; this
+actor remembers. Knows no bytes of weights or KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from actors.actor import Actor, Ref
+from actors.messages import (
+    Cancel,
+    Close,
+    Collect,
+    Collected,
+    Open,
+    Refused,
+    SchedulerMessage,
+    SchedulerStats,
+    SchedulerStatsRequest,
+    Step,
+    StepDone,
+    Submit,
+    Submitted,
+)
+from jitllm.engine import Delta, Finish, Logits, Outputs, Request, Usage
+from jitllm.errors import ContextOverflow, JitllmError, UsageError
+from jitllm.schedule import plan
+from jitllm.schedule.sequence import Sequence
+from jitllm.schedule.step import Span, SpanResult
+
+
+@dataclass(slots=True)
+class _Reply:
+    """A request under way: what its client has not collected yet, and its clock."""
+
+    request: Request
+    sequence: Sequence
+    submitted_s: float
+    started_s: float | None = None
+    first_s: float | None = None
+    last_s: float | None = None
+    pending: list[Delta] = field(default_factory=list)
+    waiter: asyncio.Future[Collected] | None = None
+    is_done: bool = False
+
+    def take(self) -> Collected:
+        """All deltas that wait."""
+        deltas, self.pending = tuple(self.pending), []
+        return Collected(deltas)
+
+    def usage(self, now_s: float) -> Usage:
+        """What the reply cost so far."""
+        started = self.started_s or now_s
+        first = self.first_s or now_s
+        return Usage(
+            prompt_tokens=self.sequence.num_prompt,
+            generated_tokens=self.sequence.num_generated,
+            queued_s=started - self.submitted_s,
+            prefill_s=first - started,
+            decode_s=(self.last_s or first) - first,
+            ttft_s=first - self.submitted_s,
+        )
+
+
+class Scheduler(Actor):
+    """Batches the sequences of one model on one route (a single device for now).
+
+    budget: rows, tokens and outputs that a step of the device holds.
+    """
+
+    def __init__(
+        self, device: Ref, budget: plan.Budget, *, context_tokens: int, vocab: int
+    ) -> None:
+        self._device = device
+        self._budget = budget
+        self._context_tokens = context_tokens
+        self._vocab = vocab
+        self._next_id = 0
+        self._num_steps = 0
+        self._replies: dict[int, _Reply] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._cancelled: set[int] = set()
+        self._wake = asyncio.Event()
+
+    async def on_start(self) -> None:
+        """Begin stepping."""
+        self.context.begin(self._run(), "steps")
+
+    async def on_stop(self) -> None:
+        """Requests under way are cancelled."""
+        for reply in list(self._replies.values()):
+            if not reply.is_done:
+                self._finish(reply, Finish.CANCELLED)
+
+    async def receive(self, message: SchedulerMessage) -> object:
+        """Handle one message."""
+        match message:
+            case Submit():
+                return self._submit(message.request)
+            case Collect():
+                return self._collect(message.request_id)
+            case Cancel():
+                self._cancel(message.request_id)
+                return None
+            case SchedulerStatsRequest():
+                return SchedulerStats(len(self._running), len(self._waiting), self._num_steps)
+            case _:
+                assert_never(message)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def _submit(self, request: Request) -> Submitted:
+        num_prompt = len(request.prompt)
+        if not num_prompt:
+            raise UsageError("the prompt is empty", "give at least one token")
+        if num_prompt > self._context_tokens:
+            raise ContextOverflow(num_prompt, self._context_tokens)
+        bad = next((t for t in request.prompt if not 0 <= t < self._vocab), None)
+        if bad is not None:
+            raise UsageError(f"token id {bad} is not in the vocabulary of {self._vocab} tokens")
+        wanted = self._context_tokens if request.max_tokens is None else request.max_tokens
+        sequence = Sequence(
+            id=self._next_id,
+            tokens=list(request.prompt),
+            num_prompt=num_prompt,
+            max_tokens=min(num_prompt + wanted, self._context_tokens),
+            chunk_tokens=request.chunk_tokens,
+            all_outputs=request.outputs is Outputs.ALL,
+        )
+        self._next_id += 1
+        self._replies[sequence.id] = _Reply(request, sequence, time.perf_counter())
+        self._waiting.append(sequence)
+        self._wake.set()
+        return Submitted(sequence.id)
+
+    def _collect(self, request_id: int) -> Collected | asyncio.Future[Collected]:
+        reply = self._replies.get(request_id)
+        if reply is None:
+            return Collected(())
+        if not reply.pending and not reply.is_done:
+            reply.waiter = asyncio.get_running_loop().create_future()
+            return reply.waiter
+        if reply.is_done:
+            del self._replies[request_id]
+        return reply.take()
+
+    def _push(self, reply: _Reply, delta: Delta) -> None:
+        """Queue a delta, or hand it to the client that waits for one."""
+        reply.pending.append(delta)
+        reply.is_done = delta.finish is not None
+        if reply.waiter is not None and not reply.waiter.done():
+            reply.waiter.set_result(reply.take())
+            if reply.is_done:
+                self._replies.pop(reply.sequence.id, None)
+        reply.waiter = None
+
+    def _cancel(self, request_id: int) -> None:
+        """Ask for the end of a request; it takes effect between two steps."""
+        if request_id in self._replies:
+            self._cancelled.add(request_id)
+            self._wake.set()
+
+    # --- stepping ----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._drop_cancelled()
+            await self._admit()
+            spans = plan.spans(self._running, self._budget)
+            if spans:
+                await self._step(spans)
+            else:
+                await self._wake.wait()
+            self._wake.clear()
+
+    async def _drop_cancelled(self) -> None:
+        for request_id in list(self._cancelled):
+            self._cancelled.discard(request_id)
+            reply = self._replies.get(request_id)
+            if reply is not None and not reply.is_done:
+                await self._end(reply, Finish.CANCELLED)
+            self._replies.pop(request_id, None)
+
+    async def _admit(self) -> None:
+        for sequence in plan.admissible(self._waiting, len(self._running), self._budget):
+            reply = self._replies[sequence.id]
+            must_fit = not self._running
+            try:
+                opened = await self._device.ask(
+                    Open(
+                        sequence.id,
+                        sequence.max_tokens,
+                        sequence.promised_tokens,
+                        reply.request.sampling,
+                        reply.request.logprobs,
+                        must_fit,
+                    )
+                )
+            except JitllmError as error:
+                self._waiting.popleft()
+                self._finish(reply, Finish.ERROR, error)
+                continue
+            if isinstance(opened, Refused):
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            reply.started_s = time.perf_counter()
+
+    async def _step(self, spans: tuple[Span, ...]) -> None:
+        wants_logits = tuple(
+            span.sequence for span in spans if self._replies[span.sequence].request.logits
+        )
+        self._num_steps += 1
+        try:
+            done: StepDone = await self._device.ask(Step(self._num_steps, spans, wants_logits))
+        except Exception as error:
+            for span in spans:
+                await self._end(self._replies[span.sequence], Finish.ERROR, error)
+            return
+        await self._apply(spans, done)
+
+    async def _apply(self, spans: Iterable[Span], done: StepDone) -> None:
+        logits = dict(done.logits)
+        now = time.perf_counter()
+        for span, result in zip(spans, done.results, strict=True):
+            reply = self._replies[span.sequence]
+            reply.sequence.num_computed = span.stop
+            finish = self._advance(reply, result, now)
+            delta = self._delta(reply, result, finish, logits.get(span.sequence))
+            if finish is not None:
+                await self._close(reply)
+                self._push(reply, delta)
+            elif delta.tokens or delta.prompt_logprobs or delta.logits:
+                self._push(reply, delta)
+
+    def _advance(self, reply: _Reply, result: SpanResult, now_s: float) -> Finish | None:
+        """Take a sampled token in; says why the sequence ends, if it does."""
+        sequence = reply.sequence
+        if result.token is None:
+            if sequence.num_pending:
+                return None
+            reply.first_s = reply.first_s or now_s
+            return Finish.LENGTH
+        reply.first_s = reply.first_s or now_s
+        reply.last_s = now_s
+        if result.token in reply.request.stop_ids:
+            return Finish.STOP
+        sequence.tokens.append(result.token)
+        return Finish.LENGTH if sequence.num_tokens >= sequence.max_tokens else None
+
+    def _delta(
+        self, reply: _Reply, result: SpanResult, finish: Finish | None, logits: Logits | None
+    ) -> Delta:
+        is_token = result.token is not None and finish is not Finish.STOP
+        return Delta(
+            tokens=(result.token,) if is_token and result.token is not None else (),
+            logprobs=(result.logprob,) if is_token else (),
+            logits=logits,
+            prompt_logprobs=result.prompt_logprobs,
+            finish=finish,
+            usage=reply.usage(time.perf_counter()) if finish is not None else None,
+        )
+
+    async def _end(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:
+        await self._close(reply)
+        self._finish(reply, finish, error)
+
+    async def _close(self, reply: _Reply) -> None:
+        """Give a sequence's place on the device back."""
+        if reply.sequence in self._running:
+            self._running.remove(reply.sequence)
+            await self._device.ask(Close(reply.sequence.id))
+        elif reply.sequence in self._waiting:
+            self._waiting.remove(reply.sequence)
+
+    def _finish(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:
+        usage = reply.usage(time.perf_counter())
+        self._push(reply, Delta(finish=finish, usage=usage, error=error))

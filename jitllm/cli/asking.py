@@ -1,0 +1,84 @@
+"""What is asked of a model: the settings of a command line, and prompts as token ids.
+
+Knows the Engine port, tokenizers and chat templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from jitllm.engine import Request, Sampling
+from jitllm.errors import JitllmError, UsageError
+
+if TYPE_CHECKING:
+    from jitllm.compose import Loaded
+    from jitllm.text.chat import ChatTemplate
+
+Turn = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says about replies."""
+
+    max_tokens: int | None
+    system: str
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    sampling: Sampling
+
+    def request(self, loaded: Loaded, prompt_ids: list[int]) -> Request:
+        """The request that continues `prompt_ids`."""
+        stop_ids = frozenset() if self.ignore_eos else frozenset(loaded.header.stop_ids)
+        return Request(tuple(prompt_ids), self.max_tokens, self.sampling, stop_ids)
+
+    def turns(self) -> list[Turn]:
+        """How a conversation begins."""
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+
+def user(text: str) -> Turn:
+    """What the user says."""
+    return {"role": "user", "content": text}
+
+
+class Language:
+    """How a model reads and speaks: its tokenizer and its chat template, each set up once."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.tokenizer = loaded.tokenizer
+        self._templates = loaded.header.chat_templates
+
+    def text_ids(self, text: str) -> list[int]:
+        """Tokens of a text that is continued as it stands. Raises UsageError if there are none."""
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise UsageError("the text is empty", "write it after the model, or use -f FILE")
+        return ids
+
+    def chat_ids(self, turns: list[Turn]) -> list[int]:
+        """Tokens of a conversation that the model is to go on with.
+
+        Raises JitllmError for a base model.
+        """
+        text = self._chat.render(turns)
+        return self.tokenizer.encode(text, add_special=False, parse_special=True)
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        from jitllm.text.chat import DEFAULT, ChatTemplate
+
+        if DEFAULT not in self._templates:
+            raise JitllmError(
+                "this model has no chat template",
+                "give it a text to continue, or convert its source again with -chat-template FILE",
+            )
+        source = self._templates[DEFAULT]
+        return ChatTemplate(
+            source, self._spelled(self.tokenizer.bos_id), self._spelled(self.tokenizer.eos_id)
+        )
+
+    def _spelled(self, token_id: int | None) -> str:
+        return "" if token_id is None else self.tokenizer.piece(token_id).decode(errors="replace")

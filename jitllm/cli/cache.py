@@ -1,0 +1,60 @@
+"""`jitllm cache`: the compiled kernels on disk."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from jitllm.cli.command import AsJson, verb
+from jitllm.cli.screen import print_json, say
+from jitllm.units import format_size
+
+EXAMPLES = """
+    jitllm cache              (where it is and how large)
+    jitllm cache clear        (the next start compiles again)
+"""
+
+
+class Action(StrEnum):
+    """What is done with the cache."""
+
+    SIZE = "size"
+    CLEAR = "clear"
+
+
+def cache(
+    action: Annotated[
+        Action, typer.Argument(metavar="[size|clear]", help="Show the size, or remove everything.")
+    ] = Action.SIZE,
+    *,
+    json: AsJson = False,
+) -> int:
+    """Show or clear the cache of compiled kernels.
+
+    It only saves compiling: what is in it depends on the processor, the compiler and the model's
+    shapes, and an entry that does not fit is never used.
+    """
+    from jitllm.jit.cache import ObjectCache, default_directory
+
+    objects = ObjectCache(default_directory())
+    num_entries, size_bytes = len(objects.entries()), objects.size_bytes()
+    num_removed = objects.clear() if action is Action.CLEAR else 0
+    if json:
+        print_json(
+            {
+                "directory": str(objects.directory),
+                "entries": num_entries - num_removed,
+                "bytes": objects.size_bytes(),
+                "removed": num_removed,
+            }
+        )
+    elif action is Action.CLEAR:
+        say(f"removed {num_removed} kernels, {format_size(size_bytes)}, from {objects.directory}\n")
+    else:
+        say(f"{num_entries} kernels, {format_size(size_bytes)}, in {objects.directory}\n")
+    return 0
+
+
+command = verb(cache, EXAMPLES)

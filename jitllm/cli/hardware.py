@@ -1,0 +1,128 @@
+"""`jitllm hardware`: what this machine has, what would be used, and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jitllm.cli.command import AsJson, verb
+from jitllm.cli.screen import print_json, say, table
+from jitllm.units import format_size
+
+EXAMPLES = """
+    jitllm hardware
+    jitllm hardware -json
+"""
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def hardware(*, json: AsJson = False) -> int:
+    """Describe the machine: processor, instruction sets and why some are missing, cores and the
+    quota on them, the memory budget and where it comes from, huge pages.
+
+    Nothing is measured.
+    """
+    found = _probe()
+    if json:
+        print_json(found)
+        return 0
+    memory, cores, cache = found["memory"], found["cores"], found["cache"]
+    say(
+        table(
+            {
+                "system": found["system"],
+                "processor": found["cpu"],
+                **{f"tier {tier['name']}": _why(tier, found["tier"]) for tier in found["tiers"]},
+                "cores": _cores(cores),
+                "threads": f"{cores['threads']}, the smaller of both; -threads changes it",
+                "memory": f"{_size(memory['available_bytes'])} available of "
+                f"{_size(memory['total_bytes'])}",
+                "budget": f"{memory['explanation']}; -maxmem changes it",
+                "huge pages": found["huge_pages"] or "the kernel does not tell",
+                "kernel cache": f"{cache['directory']}, {format_size(cache['free_bytes'])} free",
+            }
+        )
+        + "\n"
+    )
+    return 0
+
+
+def _probe() -> dict[str, Any]:
+    from jitllm.jit import tiers
+    from jitllm.jit.cache import default_directory
+    from jitllm.memory import budget
+
+    host = budget.probe()
+    directory = default_directory()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": tiers.cpu_name(),
+        "tier": tiers.choose().name,
+        "tiers": [
+            {"name": tier.name, "missing": list(tiers.missing(tier))} for tier in tiers.TIERS
+        ],
+        "cores": _count_cores(),
+        "memory": {
+            "total_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "available_bytes": budget.available_bytes(),
+            "usable_bytes": host.memory_bytes,
+            "source": host.source,
+            "budget_bytes": host.budget_bytes,
+            "explanation": host.explanation,
+        },
+        "huge_pages": _huge_pages(),
+        "cache": {"directory": str(directory), "free_bytes": _free_bytes(directory)},
+    }
+
+
+def _count_cores() -> dict[str, Any]:
+    from jitllm.jit import threads
+
+    mask = threads.cpu_mask()
+    return {
+        "logical": os.cpu_count(),
+        "mask": sorted(mask),
+        "physical": threads.num_cores(mask),
+        "quota": threads.cpu_quota(),
+        "threads": threads.default_threads(),
+    }
+
+
+def _cores(cores: dict[str, Any]) -> str:
+    quota = cores["quota"]
+    allowed = "no quota" if quota is None else f"a quota of {quota:g}"
+    return (
+        f"{cores['physical']} in the CPU mask ({len(cores['mask'])} of {cores['logical']} "
+        f"logical CPUs), {allowed}"
+    )
+
+
+def _why(tier: dict[str, Any], chosen: str) -> str:
+    if tier["missing"]:
+        return f"no: the processor lacks {', '.join(tier['missing'])}"
+    return "yes, and the one that is used" if tier["name"] == chosen else "yes"
+
+
+def _huge_pages() -> str | None:
+    """The kernel's mode for transparent huge pages: always, madvise or never."""
+    try:
+        text = _HUGE_PAGES.read_text()
+    except OSError:
+        return None
+    return next((word.strip("[]") for word in text.split() if word.startswith("[")), None)
+
+
+def _free_bytes(directory: Path) -> int:
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def _size(num_bytes: int | None) -> str:
+    return "an unknown amount" if num_bytes is None else format_size(num_bytes)
+
+
+command = verb(hardware, EXAMPLES)

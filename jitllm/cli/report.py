@@ -1,0 +1,167 @@
+"""What a run says about itself: the lines on stderr and the numbers in JSON.
+
+Knows the Engine port's snapshots and the container's header. The labels at the start of the lines
+are what people and scripts look for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jitllm.cli.reply import Rates
+from jitllm.engine import EngineStats, Pages
+from jitllm.units import format_duration, format_rate, format_size
+
+if TYPE_CHECKING:
+    from jitllm.compose import Loaded
+    from jitllm.formats.jlm import Header
+
+
+def before(loaded: Loaded, stats: EngineStats) -> list[str]:
+    """What is known before the first token."""
+    return [
+        *_compile_lines(loaded),
+        _model_line(loaded),
+        *_memory_lines(loaded.header, stats),
+        *_forecast_lines(loaded, stats.pages),
+    ]
+
+
+def after(rates: Rates, pages: Pages, page_ins_per_token: float) -> list[str]:
+    """What a reply took."""
+    return [
+        _parts(
+            f"prompt {rates.prompt_tokens} tok in {format_duration(rates.prefill_s)} "
+            f"({format_rate(rates.prefill_tok_s, 'tok')})",
+            f"decode {rates.decode_tokens} tok in {format_duration(rates.decode_s)} "
+            f"({format_rate(rates.decode_tok_s, 'tok')})",
+        ),
+        _parts(
+            "pages ",
+            f"{pages.frames} frames for {pages.blocks} blocks",
+            f"{pages.page_ins} page-ins",
+            f"{pages.evictions} evictions",
+            f"{format_size(pages.bytes_read)} read",
+            f"{page_ins_per_token:.2f} page-ins per token",
+        ),
+    ]
+
+
+def page_ins_per_token(start: EngineStats | None, stop: EngineStats) -> float:
+    """Page-ins per step between two snapshots; 0 without a step between them."""
+    if start is None or stop.steps <= start.steps:
+        return 0.0
+    return (stop.pages.page_ins - start.pages.page_ins) / (stop.steps - start.steps)
+
+
+def pages_json(pages: Pages, page_ins_per_token: float) -> dict[str, Any]:
+    """`pages` of a JSON report."""
+    return {
+        "blocks": pages.blocks,
+        "resident": pages.resident,
+        "frames": pages.frames,
+        "page_ins": pages.page_ins,
+        "evictions": pages.evictions,
+        "bytes_read": pages.bytes_read,
+        "page_ins_per_token": page_ins_per_token,
+        "budget_bytes": pages.budget_bytes,
+        "fixed_bytes": pages.fixed_bytes,
+        "over_budget_bytes": pages.over_budget_bytes,
+        "read_s": pages.read_s,
+        "wait_s": pages.wait_s,
+    }
+
+
+def engine_json(loaded: Loaded, stats: EngineStats) -> dict[str, Any]:
+    """How the engine was set up."""
+    return {
+        "tier": stats.tier,
+        "threads": stats.threads,
+        "ctx_tokens": stats.context_tokens,
+        "open_s": loaded.open_s,
+        "compiled_kernels": loaded.compiled_kernels,
+        "compile_s": loaded.compile_s,
+    }
+
+
+def weight_bytes(header: Header) -> int:
+    """All weights: the dense region and the blocks."""
+    return header.dense.length + sum(extent.length for extent in header.blocks)
+
+
+def weight_bytes_per_token(header: Header) -> int:
+    """What a decoded token reads: everything, but of an embedding that is not also the head only
+    a row."""
+    matrices = {entry.role: entry for entry in header.tensors if entry.block is None}
+    embedding = matrices.get("token_embd")
+    if embedding is None or "output" not in matrices:
+        return weight_bytes(header)
+    row_bytes = embedding.size_bytes // max(embedding.rows, 1)
+    return weight_bytes(header) - embedding.size_bytes + row_bytes
+
+
+def _compile_lines(loaded: Loaded) -> list[str]:
+    num = loaded.compiled_kernels
+    return (
+        [f"compiling kernels {num}/{num} took {format_duration(loaded.compile_s)}"] if num else []
+    )
+
+
+def _model_line(loaded: Loaded) -> str:
+    config = loaded.header.config
+    heads, kv_heads = config.get("attention.head_count"), config.get("attention.head_count_kv")
+    return _parts(
+        "model ",
+        loaded.header.arch,
+        f"{loaded.graph.num_blocks} blocks",
+        f"width {loaded.graph.width}",
+        f"heads {heads}/{kv_heads}",
+        f"ffn {config.get('feed_forward_length')}",
+        f"vocabulary {loaded.graph.vocab}",
+    )
+
+
+def _memory_lines(header: Header, stats: EngineStats) -> list[str]:
+    pages = stats.pages
+    lines = [
+        _parts(
+            "memory",
+            f"budget {format_size(pages.budget_bytes)}",
+            f"weights {format_size(weight_bytes(header))}",
+            f"KV {format_size(stats.kv_bytes)} for {stats.context_tokens} tokens",
+            f"{format_size(weight_bytes_per_token(header))} of weights per token",
+        )
+    ]
+    if pages.over_budget_bytes > 0:
+        lines.append(
+            _parts(
+                "memory",
+                f"* OVER BUDGET by {format_size(pages.over_budget_bytes)}: what is always held "
+                f"and one block take more than {format_size(pages.budget_bytes)}",
+            )
+        )
+    return lines
+
+
+def _forecast_lines(loaded: Loaded, pages: Pages) -> list[str]:
+    """What a budget that holds fewer blocks than there are will cost."""
+    if pages.frames >= pages.blocks:
+        return []
+    largest = max(extent.length for extent in loaded.header.blocks)
+    useful = pages.frames - (1 if loaded.config.read_ahead == "on" else 0)
+    optimum = pages.blocks * (pages.blocks - useful) / max(pages.blocks - 1, 1)
+    per_token = min(optimum, pages.blocks)  # a cyclic scan over so many frames
+    room = max(pages.budget_bytes - pages.fixed_bytes, 0)
+    return [
+        _parts(
+            "pages ",
+            f"{pages.frames} of {pages.blocks} blocks fit",
+            f"{format_size(largest)} a block",
+            f"{format_size(room)} of budget for blocks",
+            f"about {per_token:.1f} page-ins per token",
+        )
+    ]
+
+
+def _parts(*parts: str) -> str:
+    return "   ".join(parts)

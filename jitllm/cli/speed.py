@@ -1,0 +1,184 @@
+"""`jitllm speed`: tokens a second of a prompt and of decoding, each a few times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jitllm.cli import report
+from jitllm.cli.asking import Language
+from jitllm.cli.command import INTERRUPTED, AsJson, verb
+from jitllm.cli.interrupts import finished
+from jitllm.cli.loading import opened
+from jitllm.cli.options import Model, engine_flags
+from jitllm.cli.reply import close_stream
+from jitllm.cli.screen import note, print_json, say
+from jitllm.config import EngineConfig
+from jitllm.engine import Engine, Request
+from jitllm.errors import JitllmError, UsageError
+from jitllm.units import format_size
+
+if TYPE_CHECKING:
+    from jitllm.compose import Loaded
+
+SENTENCE = "The quick brown fox jumps over the lazy dog while the old clock ticks on. "
+
+EXAMPLES = """
+    jitllm speed model.jlm
+    jitllm speed model.jlm -p 512 -n 128 -r 5 -threads 2
+    jitllm speed model.jlm -maxmem 200M -n 32
+    jitllm speed model.jlm -json
+"""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Tokens a second, one for each repetition."""
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+
+
+@engine_flags
+def speed(
+    model: Model,
+    *,
+    num_prompt: Annotated[
+        int, typer.Option("-p", metavar="N", help="Tokens of the prompt; 0 leaves it out.")
+    ] = 512,
+    num_decode: Annotated[
+        int, typer.Option("-n", metavar="N", help="Tokens to decode; 0 leaves it out.")
+    ] = 128,
+    repetitions: Annotated[int, typer.Option("-r", metavar="N", help="Repetitions.")] = 3,
+    json: AsJson = False,
+    config: EngineConfig,
+) -> int:
+    """Measure how fast a model runs here.
+
+    One round of each kind warms up and is not counted. Every repetition is a request of its own:
+    a prompt of -p tokens, then -n tokens decoded one by one from the start of the context. The
+    machine should have nothing else to do.
+    """
+    if min(num_prompt, num_decode) < 0 or repetitions < 1 or num_prompt == num_decode == 0:
+        raise UsageError("there is nothing to measure", "choose -p and -n from 0, -r from 1")
+    return asyncio.run(_measure(model, config, num_prompt, num_decode, repetitions, json))
+
+
+async def _measure(
+    path: Path, config: EngineConfig, num_prompt: int, num_decode: int, repetitions: int, json: bool
+) -> int:
+    async with opened(path, config) as loaded:
+        start = await loaded.engine.stats()
+        for line in report.before(loaded, start):
+            note(line)
+        samples = Samples()
+        ids = Language(loaded).text_ids(SENTENCE)
+        prompt = tuple(islice(cycle(ids), num_prompt))
+        is_finished = await finished(
+            _repeat(loaded.engine, prompt, ids[0], num_decode, repetitions, samples)
+        )
+        stats = await loaded.engine.stats()
+        result = _result(loaded, samples)
+        if json:
+            pages = report.pages_json(stats.pages, report.page_ins_per_token(start, stats))
+            print_json({**result, "pages": pages, **report.engine_json(loaded, stats)})
+        else:
+            say(_lines(result, num_prompt, num_decode))
+        return 0 if is_finished else INTERRUPTED
+
+
+async def _repeat(
+    engine: Engine,
+    prompt: tuple[int, ...],
+    first_id: int,
+    num_decode: int,
+    repetitions: int,
+    samples: Samples,
+) -> None:
+    for repetition in range(repetitions + 1):
+        if prompt:
+            elapsed_s = await _timed(engine, Request(prompt, max_tokens=0))
+            if repetition:
+                samples.prefill.append(_rate(len(prompt), elapsed_s, "-p"))
+        if num_decode:
+            # The one token of the prompt is computed as every other one: so many tokens, so many
+            # steps.
+            elapsed_s = await _timed(engine, Request((first_id,), max_tokens=num_decode))
+            if repetition:
+                samples.decode.append(_rate(num_decode, elapsed_s, "-n"))
+
+
+async def _timed(engine: Engine, request: Request) -> float:
+    """Seconds from submitting a request to its end."""
+    started = time.perf_counter()
+    stream = engine.generate(request)
+    try:
+        async for delta in stream:
+            if delta.error is not None:
+                raise delta.error
+    finally:
+        await close_stream(stream)
+    return time.perf_counter() - started
+
+
+def _rate(num_tokens: int, elapsed_s: float, flag: str) -> float:
+    """Tokens a second. Raises `JitllmError` for a run that the clock cannot see."""
+    if elapsed_s < 100 * time.get_clock_info("perf_counter").resolution:
+        raise JitllmError(
+            f"{num_tokens} tokens took less than the clock can measure", f"raise {flag}"
+        )
+    return num_tokens / elapsed_s
+
+
+def _result(loaded: Loaded, samples: Samples) -> dict[str, Any]:
+    """Medians, and every sample behind them; null for what was not measured."""
+    bytes_per_token = report.weight_bytes_per_token(loaded.header)
+    decode_tok_s = _median(samples.decode)
+    return {
+        "prefill_tok_s": _median(samples.prefill),
+        "decode_tok_s": decode_tok_s,
+        "bytes_per_token": bytes_per_token,
+        "gb_s": None if decode_tok_s is None else decode_tok_s * bytes_per_token / 1e9,
+        "samples": {
+            "prefill_tok_s": samples.prefill,
+            "decode_tok_s": samples.decode,
+            "gb_s": [rate * bytes_per_token / 1e9 for rate in samples.decode],
+        },
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _lines(result: dict[str, Any], num_prompt: int, num_decode: int) -> str:
+    samples = result["samples"]
+    measured = [
+        f"{name} {' / '.join(f'{rate:.1f}' for rate in rates)} tok/s"
+        for name, rates in (
+            (f"pp{num_prompt}", samples["prefill_tok_s"]),
+            (f"tg{num_decode}", samples["decode_tok_s"]),
+        )
+        if rates
+    ]
+    medians = [
+        f"{name} {result[key]:.1f} tok/s"
+        for name, key in (("prompt", "prefill_tok_s"), ("decode", "decode_tok_s"))
+        if result[key] is not None
+    ]
+    if result["gb_s"] is not None:
+        per_token = format_size(result["bytes_per_token"])
+        medians.append(f"{per_token} of weights per token, {result['gb_s']:.2f} GB/s")
+    if not measured:
+        return ""
+    return f"{'   '.join(measured)}\nmedian {'   '.join(medians)}\n"
+
+
+command = verb(speed, EXAMPLES)

@@ -1,0 +1,98 @@
+"""What a user may choose about an engine, and how "auto" becomes a number.
+
+Knows the choices and their limits. Knows no model and measures no machine: a `Probe` brings what
+was found there. A configuration is frozen, and `resolve` answers every question about the machine
+once, before anyone reads the result.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from jitllm.errors import UsageError
+
+KvType = Literal["f16", "f32"]
+ReadAhead = Literal["auto", "on", "off"]
+
+DEFAULT_PAGE_SIZE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """An engine as it was asked for; None and "auto" leave the choice to `resolve`."""
+
+    maxmem_bytes: int | None = None
+    """Everything a model takes on the host; None: four fifths of what the machine can give."""
+    threads: int | None = None
+    """Width of the thread team; None: as many as there are cores for us."""
+    tier: str = "auto"
+    """Instruction set of the CPU kernels; "auto": the best that this CPU has."""
+    kv_type: KvType = "f16"
+    ctx_tokens: int | None = None
+    """Longest history of a sequence; None: what the model was trained for."""
+    page_size_tokens: int | None = None
+    """Positions in a KV page, a power of two; None: what the device likes."""
+    read_ahead: ReadAhead = "auto"
+    """Lend one frame to the next block, so that its read overlaps compute; "auto" measures."""
+    devices: str = "auto"
+    prompt_chunk_tokens: int = 512
+    """Most tokens of one sequence that a step computes."""
+
+    def __post_init__(self) -> None:
+        _at_least("-maxmem", self.maxmem_bytes, 0)
+        _at_least("-threads", self.threads, 1)
+        _at_least("-ctx", self.ctx_tokens, 1)
+        _at_least("-page-size", self.page_size_tokens, 1)
+        _at_least("-prompt-chunk", self.prompt_chunk_tokens, 1)
+        _one_of("-kv-type", self.kv_type, get_args(KvType))
+        _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
+        if self.page_size_tokens is not None and self.page_size_tokens.bit_count() != 1:
+            raise UsageError(
+                f"-page-size {self.page_size_tokens} is not a power of two", "64, 128 or 256 are"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An `EngineConfig` with nothing left to ask of the machine."""
+
+    maxmem_bytes: int
+    threads: int
+    page_size_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What was found on a machine."""
+
+    num_cores: int
+    """The smaller of the physical cores in the CPU mask and the CPU quota of the cgroup."""
+    memory_bytes: int
+    """The smaller of the memory limit of the cgroup and the memory that is available."""
+    tiers: tuple[str, ...]
+    """Instruction sets that this CPU has, the best one first."""
+    page_size_tokens: int = DEFAULT_PAGE_SIZE_TOKENS
+
+
+def resolve(config: EngineConfig, probe: Probe) -> ResolvedConfig:
+    """`config` with every open choice made for the machine that `probe` describes."""
+    chosen = {field.name: getattr(config, field.name) for field in fields(config)}
+    if config.maxmem_bytes is None:
+        chosen["maxmem_bytes"] = probe.memory_bytes * 4 // 5
+    if config.threads is None:
+        chosen["threads"] = max(probe.num_cores, 1)
+    if config.page_size_tokens is None:
+        chosen["page_size_tokens"] = probe.page_size_tokens
+    if config.tier == "auto":
+        chosen["tier"] = probe.tiers[0]
+    _one_of("-tier", chosen["tier"], probe.tiers)
+    return ResolvedConfig(**chosen)
+
+
+def _at_least(flag: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"{flag} {value} is too small", f"the least is {least}")
+
+
+def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{flag} {value!r} is not available", f"choose {' or '.join(choices)}")

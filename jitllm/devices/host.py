@@ -1,0 +1,204 @@
+"""The CPU as a device: a model's ops as a table of launches in native memory.
+
+A program is compiled once at load. Its launches lie in order (prologue, block after block,
+epilogue), so a run of blocks is a slice of the table and one native call. Knows ops, addresses
+and the thread team. Knows no model, no sequence, no budget.
+"""
+
+from __future__ import annotations
+
+import importlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jitllm.devices.memory import Memory, Span
+from jitllm.jit.cpu import Compiler, Progress
+from jitllm.jit.team import RECORD_WORDS, Team
+from jitllm.kernels.op import MAX_ARGS, PANEL_TOKENS, Buffer, Const, Ctx, Launch, Op, Rows, Weight
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may hold: tokens, output rows and sequences."""
+
+    tokens: int
+    outputs: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Launches [start, stop) of the table."""
+
+    start: int
+    stop: int
+
+
+class HostProgram:
+    """A compiled stack of blocks: `Env` of its ops, owner of their buffers.
+
+    prologue runs before the first block (embedding, rotary tables), epilogue after the last (head
+    and sampling). blocks: (block number, ops) in order. weight_address: where a weight lies for
+    the program's life.
+    """
+
+    def __init__(
+        self,
+        prologue: Sequence[Op],
+        blocks: Sequence[tuple[int, Sequence[Op]]],
+        epilogue: Sequence[Op],
+        *,
+        limits: Limits,
+        memory: Memory,
+        weight_address: Callable[[Weight], int],
+        page_tokens: int,
+        kv_element: str,
+        compiler: Compiler,
+        team: Team,
+        progress: Progress | None = None,
+    ) -> None:
+        self.limits = limits
+        self.num_blocks = len(blocks)
+        self.page_tokens = page_tokens
+        self.kv_element = kv_element
+        self._team = team
+        self._weight_address = weight_address
+        self._slots = {block: slot for slot, (block, _) in enumerate(blocks)}
+        self._memory = memory
+        self._consts: dict[str, Span] = {}
+        self.step = StepMemory(limits)
+
+        sections = [prologue, *(ops for _, ops in blocks), epilogue]
+        self._offsets, self.scratch_bytes = self._lay_out(sections)
+        self._scratch: Span = memory.reserve(self.scratch_bytes)
+        launches: list[tuple[Launch, bool]] = []
+        self._sections: list[Section] = []
+        for ops in sections:
+            start = len(launches)
+            launches += self._launches(ops)
+            self._sections.append(Section(start, len(launches)))
+        addresses = compiler.build((launch.kernel for launch, _ in launches), progress)
+        self._table = array("q")
+        for launch, barrier in launches:
+            args = [*launch.args, *[0] * (MAX_ARGS - len(launch.args))]
+            record = [addresses[launch.kernel], launch.count, launch.factor, int(barrier), *args]
+            assert len(record) == RECORD_WORDS
+            self._table.extend(record)
+        self._table_address = self._table.buffer_info()[0]
+
+    @staticmethod
+    def _op_launches(op: Op, env: HostProgram) -> list[Launch]:
+        emitter = importlib.import_module(f"{type(op).__module__}.cpu")
+        launches: list[Launch] = emitter.launches(op, env)
+        return launches
+
+    def _launches(self, ops: Sequence[Op]) -> list[tuple[Launch, bool]]:
+        """Launches with barriers only where an op depends on one since the last barrier."""
+        read: set[str] = set()
+        written: set[str] = set()
+        found: list[tuple[Launch, bool]] = []
+        for index, op in enumerate(ops):
+            reads = {b.name for b in op.reads}
+            writes = {b.name for b in op.writes}
+            depends = index == 0 or bool(reads & written or writes & (read | written))
+            if depends:
+                read, written = set(), set()
+            read |= reads
+            written |= writes
+            for part, launch in enumerate(self._op_launches(op, self)):
+                found.append((launch, depends if part == 0 else launch.barrier))
+        return found
+
+    # --- Env ---------------------------------------------------------------------------------
+
+    def _lay_out(self, sections: Sequence[Sequence[Op]]) -> tuple[dict[str, int], int]:
+        """Offsets of all buffers in scratch, by name, and the bytes they take in all."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for buffer in (b for ops in sections for op in ops for b in (*op.reads, *op.writes)):
+            if buffer.name not in offsets:
+                offsets[buffer.name] = end
+                rows = self.limits.outputs if buffer.rows is Rows.OUTPUTS else self.limits.tokens
+                end += -(-rows * buffer.stride_bytes // _ALIGN) * _ALIGN
+        return offsets, end
+
+    def buffer(self, buffer: Buffer) -> int:
+        """Address of row 0 of a buffer; equal names are one buffer."""
+        return self._scratch.address + self._offsets[buffer.name]
+
+    def weight(self, weight: Weight) -> int:
+        """Address of a weight's first byte."""
+        return self._weight_address(weight)
+
+    def const(self, const: Const) -> int:
+        """Address of a constant; equal names are one constant."""
+        if const.name not in self._consts:
+            span = self._consts[const.name] = self._memory.reserve(len(const.data))
+            span.view()[:] = const.data
+        return self._consts[const.name].address
+
+    def block_slot(self, block: int) -> int:
+        """Column of a block in page tables."""
+        return self._slots[block]
+
+    # --- running -----------------------------------------------------------------------------
+
+    def run(self, start: int, stop: int, *, first: bool, last: bool) -> None:
+        """Compute blocks [start, stop) of this device's stack for the step in `self.step`.
+
+        first: the prologue before them; last: the epilogue after them. One native call; the GIL
+        is released. Everything the launches touch must be resident.
+        """
+        begin = self._sections[0 if first else 1 + start].start
+        end = self._sections[-1 if last else stop].stop
+        table = self._table_address + 8 * RECORD_WORDS * begin
+        self._team.run(table, end - begin, self.step.address)
+
+    def rows(self, buffer: Buffer, num_rows: int) -> memoryview:
+        """The first rows of a buffer, as bytes."""
+        return self._scratch.view(self._offsets[buffer.name], num_rows * buffer.stride_bytes)
+
+    def close(self) -> None:
+        """Give the memory back; the program must not run any more."""
+        for span in (self._scratch, *self._consts.values()):
+            span.close()
+
+
+class StepMemory:
+    """The native memory that a step is described in: context words and per-token arrays."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._ctx = array("q", bytes(8 * Ctx.WORDS))
+        self.tokens = array("i", bytes(4 * limits.tokens))
+        self.positions = array("i", bytes(4 * limits.tokens))
+        self.row_of = array("i", bytes(4 * limits.tokens))
+        self.outputs = array("i", bytes(4 * limits.outputs))
+        self.tables = array("Q", bytes(8 * limits.rows))
+        for word, values in (
+            (Ctx.TOKENS, self.tokens),
+            (Ctx.POSITIONS, self.positions),
+            (Ctx.ROW_OF, self.row_of),
+            (Ctx.OUTPUTS, self.outputs),
+            (Ctx.TABLES, self.tables),
+        ):
+            self._ctx[word] = values.buffer_info()[0]
+        self._ctx[Ctx.ONE] = 1
+
+    @property
+    def address(self) -> int:
+        """Address of the context."""
+        return self._ctx.buffer_info()[0]
+
+    def set(self, word: Ctx, value: int) -> None:
+        """Set a context word."""
+        self._ctx[word] = value
+
+    def set_counts(self, num_tokens: int, num_outputs: int) -> None:
+        """Set the counts that launches are multiplied by."""
+        self._ctx[Ctx.NUM_TOKENS] = num_tokens
+        self._ctx[Ctx.NUM_OUTPUTS] = num_outputs
+        self._ctx[Ctx.TOKEN_PANELS] = -(-num_tokens // PANEL_TOKENS)
+        self._ctx[Ctx.OUTPUT_PANELS] = -(-num_outputs // PANEL_TOKENS)

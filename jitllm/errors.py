@@ -1,0 +1,145 @@
+"""Every way in which jitllm refuses, and what each refusal tells the user to do next.
+
+Knows messages and exit codes. Knows nothing that raises them. A message is one line: what comes
+from files is made printable, so that a hostile name cannot write to a terminal. Errors survive
+pickling with all their fields, because they travel between actors.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable
+from os import PathLike, fspath
+from typing import Any, ClassVar
+
+AnyPath = str | PathLike[str]
+
+
+class JitllmError(Exception):
+    """A refusal: what went wrong, and the remedy if there is one."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = f"{self.problem}; {self.remedy}" if self.remedy else self.problem
+        return one_line(text)
+
+    def __reduce__(self) -> tuple[Callable[..., JitllmError], tuple[Any, ...]]:
+        return _restore, (type(self), self.__dict__)
+
+
+class UsageError(JitllmError):
+    """The command line or a setting cannot mean anything."""
+
+    exit_code = 2
+
+
+class BadContainer(JitllmError):
+    """A .jlm file is damaged, or no .jlm file at all."""
+
+    def __init__(
+        self, path: AnyPath, problem: str, remedy: str = "convert its source again"
+    ) -> None:
+        super().__init__(f"{fspath(path)}: {problem}", remedy)
+        self.path = fspath(path)
+
+
+class BadSource(JitllmError):
+    """A model file that should be converted is damaged or incomplete."""
+
+    def __init__(self, path: AnyPath, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{fspath(path)}: {problem}", remedy)
+        self.path = fspath(path)
+
+
+class UnsupportedModel(JitllmError):
+    """A sound file asks for something that this program lacks: an architecture, a weight type."""
+
+    def __init__(self, kind: str, name: str, supported: Iterable[str]) -> None:
+        known = ", ".join(supported)
+        super().__init__(f"{kind} {name!r} is not supported", f"supported: {known}")
+        self.kind = kind
+        self.name = name
+
+
+class NotConverted(JitllmError):
+    """A model that must be converted first; `command` is the line that does it."""
+
+    def __init__(self, path: AnyPath, found: str, command: str | None = None) -> None:
+        self.path = fspath(path)
+        self.command = command or convert_command(self.path)
+        super().__init__(f"{self.path} is {found}", f"convert it: {self.command}")
+
+
+class ContextOverflow(JitllmError):
+    """A prompt does not fit into the context."""
+
+    def __init__(self, num_tokens: int, ctx_tokens: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens and the context holds {ctx_tokens}",
+            "shorten the prompt or raise -ctx",
+        )
+        self.num_tokens = num_tokens
+        self.ctx_tokens = ctx_tokens
+
+
+class PageError(JitllmError):
+    """Paging in failed: a short read, an I/O error or a wrong checksum."""
+
+    def __init__(self, path: AnyPath, offset: int, problem: str) -> None:
+        super().__init__(
+            f"{fspath(path)} at byte {offset}: {problem}",
+            "check the file: " + shlex.join(["jitllm", "info", "-check", fspath(path)]),
+        )
+        self.path = fspath(path)
+        self.offset = offset
+
+
+class OverBudget(JitllmError):
+    """Something needs more memory than its budget allows."""
+
+    def __init__(self, what: str, needed_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            f"{what} needs {_mib(needed_bytes)} and the budget leaves {_mib(budget_bytes)}",
+            "raise -maxmem or lower -ctx",
+        )
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+
+
+class DiskFull(JitllmError):
+    """A file does not fit on its disk; what stood there before is intact."""
+
+    def __init__(self, path: AnyPath, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{fspath(path)} needs {_mib(needed_bytes)} and its disk has {_mib(free_bytes)} free",
+            "free some space or write to another disk",
+        )
+        self.path = fspath(path)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+def convert_command(source: AnyPath, output: AnyPath | None = None) -> str:
+    """The command that converts `source`, ready to be pasted into a shell."""
+    paths = (source,) if output is None else (source, output)
+    return shlex.join(["jitllm", "convert", *(fspath(path) for path in paths)])
+
+
+def one_line(text: str) -> str:
+    """`text` with every character that is not printable written as its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _restore(cls: type[JitllmError], fields: dict[str, Any]) -> JitllmError:
+    error = cls.__new__(cls)
+    error.__dict__.update(fields)
+    return error

@@ -1,0 +1,97 @@
+"""Compiled kernels on disk, per user.
+
+An entry is named by everything that its code depends on: the emitters' source, the LLVM version,
+the tier's features, the kernel's constants. It is written by rename and carries its own hash, so
+a damaged, truncated or foreign entry reads as absent and is compiled again.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import xxhash
+
+from jitllm.jit.tiers import Tier
+from jitllm.kernels.op import KernelSpec
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def default_directory() -> Path:
+    """`$XDG_CACHE_HOME/jitllm` or `~/.cache/jitllm`."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "jitllm"
+
+
+@cache
+def emitters_fingerprint() -> str:
+    """Hash of every source file that can change emitted code, and of the compiler's version."""
+    import llvmlite
+
+    digest = xxhash.xxh3_128()
+    files = [*_PACKAGE.glob("kernels/**/*.py"), *_PACKAGE.glob("jit/*.py")]
+    for path in sorted(p for p in files if p.name != "reference.py"):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    digest.update(f"{llvmlite.__version__} {platform.machine()} {platform.system()}".encode())
+    return digest.hexdigest()
+
+
+class ObjectCache:
+    """A directory of object files. `None` as directory: nothing is kept."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+
+    def _path(self, tier: Tier, spec: KernelSpec) -> Path | None:
+        if self.directory is None:
+            return None
+        key = f"{emitters_fingerprint()} {tier} {spec}"
+        name = xxhash.xxh3_128_hexdigest(key.encode())
+        return self.directory / "objects" / f"{spec.op}-{name}.o"
+
+    def load(self, tier: Tier, spec: KernelSpec) -> bytes | None:
+        """The object code, or None when it is absent or damaged."""
+        path = self._path(tier, spec)
+        if path is None:
+            return None
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        digest, code = data[:16], data[16:]
+        return code if code and xxhash.xxh3_128_digest(code) == digest else None
+
+    def store(self, tier: Tier, spec: KernelSpec, code: bytes) -> None:
+        """Keep object code. A full or read-only disk only costs the next start time."""
+        path = self._path(tier, spec)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(xxhash.xxh3_128_digest(code) + code)
+            os.replace(file.name, path)
+        except OSError:
+            return
+
+    def entries(self) -> list[Path]:
+        """Files of the cache."""
+        if self.directory is None:
+            return []
+        return sorted((self.directory / "objects").glob("*"))
+
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.entries())
+
+    def clear(self) -> int:
+        """Remove every entry; returns how many there were."""
+        entries = self.entries()
+        for path in entries:
+            path.unlink(missing_ok=True)
+        return len(entries)

@@ -1,0 +1,112 @@
+"""CPU tiers: what the processor in front of us can do, and what we emit for it.
+
+A tier is a set of LLVM target features and the way it multiplies bytes. Everything else that a
+kernel emits is plain IEEE arithmetic on 16 lanes, so every tier gives the same bits.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jitllm.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One way of emitting kernels.
+
+    features: LLVM features switched on. needs: flags of /proc/cpuinfo that must be there.
+    dot: how four bytes are multiplied and summed: "vnni512", "vnni256", "maddubs" or "generic".
+    f16c: half floats are converted by an instruction.
+    vector_registers: how many 16-lane f32 values fit in registers; sizes unrolled row blocks.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    needs: tuple[str, ...]
+    dot: str
+    f16c: bool
+    vector_registers: int
+
+
+_AVX2 = ("avx2", "fma", "f16c", "bmi", "bmi2", "popcnt", "lzcnt")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512vnni")
+
+PLAIN = Tier("plain", (), (), "generic", f16c=False, vector_registers=4)
+AVX2 = Tier("avx2", _AVX2, ("avx2", "fma", "f16c"), "maddubs", f16c=True, vector_registers=8)
+AVX2_VNNI = Tier(
+    "avx2-vnni",
+    (*_AVX2, "avxvnni"),
+    ("avx2", "fma", "f16c", "avx_vnni"),
+    "vnni256",
+    f16c=True,
+    vector_registers=8,
+)
+AVX512_VNNI = Tier(
+    "avx512-vnni",
+    _AVX512,
+    ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
+    "vnni512",
+    f16c=True,
+    vector_registers=32,
+)
+
+TIERS = (PLAIN, AVX2, AVX2_VNNI, AVX512_VNNI)
+"""Slowest first; `auto` takes the last one that the processor has."""
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Feature flags of the processor as Linux lists them; empty where there is no such list."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's marketing name, or its architecture."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def missing(tier: Tier) -> tuple[str, ...]:
+    """Processor flags that a tier needs and that are not there; empty when it can run."""
+    return tuple(flag for flag in tier.needs if flag not in cpu_flags())
+
+
+def available() -> tuple[Tier, ...]:
+    """Tiers that this processor can run, slowest first."""
+    return tuple(tier for tier in TIERS if not missing(tier))
+
+
+def choose(name: str = "auto") -> Tier:
+    """The tier of that name, or the fastest one for "auto".
+
+    Raises UsageError for an unknown name or a tier that this processor lacks.
+    """
+    if name == "auto":
+        return available()[-1]
+    for tier in TIERS:
+        if tier.name == name:
+            if absent := missing(tier):
+                raise UsageError(
+                    f"tier {name} needs {', '.join(absent)}, which this processor lacks; "
+                    f"it can run: {', '.join(t.name for t in available())}"
+                )
+            return tier
+    raise UsageError(f"unknown tier {name!r}; choose auto or {', '.join(t.name for t in TIERS)}")

@@ -1,0 +1,407 @@
+"""Paged attention on the CPU.
+
+An item is one token and `item_heads` query heads of one KV head. Where four neighbouring tokens
+belong to one sequence, the item of the first computes all four and the others do nothing. Either
+way it is a list of *rows* (a token and a head) that share every load of keys and values; a row's
+arithmetic depends on nothing but its own query and its own visible keys.
+
+What a row carries from chunk to chunk lies in small arrays on the stack, a few kilobytes that stay
+in the first cache. Register tiles of `side` rows by `side` vectors keep loads well below the fmas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jitllm.jit.emit import LANES, Kernel, Value, f32, f32v, i16, i32, i64, lanes_of, spans, vec
+from jitllm.kernels.attention import CHUNK_KEYS, Attention
+from jitllm.kernels.op import Count, Ctx, Env, KernelSpec, Launch
+
+ITEM_TOKENS = 4
+"""Neighbouring tokens of a sequence that one item takes together."""
+
+MAX_ITEM_HEADS = 8
+
+MIN_ITEMS = 2
+"""A single token is cut into at least so many items, if it has the heads."""
+
+CHUNK_VECTORS = CHUNK_KEYS // LANES
+
+MINUS_INFINITY = float("-inf")
+
+
+def item_heads(heads: int, kv_heads: int) -> int:
+    """Query heads of an item: the more, the fewer times keys and values are loaded."""
+    group = heads // kv_heads
+    fits = (n for n in range(1, min(group, MAX_ITEM_HEADS) + 1) if group % n == 0)
+    return max((n for n in fits if heads // n >= MIN_ITEMS), default=1)
+
+
+def launches(op: Attention, env: Env) -> list[Launch]:
+    """One launch. Arguments: q, dst, byte offset of the block's column, bytes of a table row,
+    window."""
+    taken = item_heads(op.heads, op.kv_heads)
+    spec = KernelSpec.of(
+        "attention",
+        heads=op.heads,
+        kv_heads=op.kv_heads,
+        item_heads=taken,
+        k_dim=op.k_dim,
+        v_dim=op.v_dim,
+        page_tokens=env.page_tokens,
+        kv_element=env.kv_element,
+        scale=op.scale,
+        softcap=op.softcap,
+        windowed=op.window > 0,
+        q_stride=op.q.stride_bytes,
+        dst_stride=op.dst.stride_bytes,
+    )
+    args = (
+        env.buffer(op.q),
+        env.buffer(op.dst),
+        8 * env.block_slot(op.block),
+        8 * env.num_blocks,
+        op.window,
+    )
+    return [Launch(spec, Count.TOKENS, op.heads // taken, args)]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a kernel is emitted for. Strides in bytes; `windowed`: the window is an argument."""
+
+    heads: int
+    kv_heads: int
+    item_heads: int
+    k_dim: int
+    v_dim: int
+    page_tokens: int
+    kv_element: str
+    scale: float
+    softcap: float
+    windowed: bool
+    q_stride: int
+    dst_stride: int
+
+    @property
+    def element(self) -> Any:
+        """LLVM type of a stored key or value."""
+        return i16 if self.kv_element == "f16" else f32
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a stored key or value."""
+        return 2 if self.kv_element == "f16" else 4
+
+    @property
+    def key_stride(self) -> int:
+        """Keys from one dimension to the next where a chunk is read: smaller pages are gathered
+        into one of CHUNK_KEYS."""
+        return max(self.page_tokens, CHUNK_KEYS)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest item."""
+        return ITEM_TOKENS * self.item_heads
+
+
+def emit(k: Kernel, **params: Any) -> None:
+    """One kernel for `Shape(**params)`."""
+    shape = Shape(**params)
+    body = _Body(k, shape)
+    groups = shape.heads // shape.item_heads
+    with k.items() as item:
+        token, group = item.udiv(groups), item.urem(groups)
+        num_tokens = _num_tokens(k, token, groups)
+        with k.if_(num_tokens > 0):
+            body.item(token, num_tokens, group)
+
+
+def _num_tokens(k: Kernel, token: Value, groups: int) -> Value:
+    """Tokens that the item of `token` computes: 1, ITEM_TOKENS, or 0 where an earlier one does.
+
+    Tokens are taken together only where that leaves an item for every thread.
+    """
+    first, num_tokens = token & -ITEM_TOKENS, k.ctx(Ctx.NUM_TOKENS)
+    is_enough = num_tokens * groups >= k.ctx(Ctx.NUM_THREADS) * ITEM_TOKENS
+    taken = k.var(1, i64)
+    with k.if_(is_enough & (first + ITEM_TOKENS <= num_tokens)):
+        rows = [k.load(k.ctx(Ctx.ROW_OF) + (first + i) * 4, i32) for i in range(ITEM_TOKENS)]
+        is_one_row = rows[0].eq(rows[1])
+        for row in rows[2:]:
+            is_one_row = is_one_row & rows[0].eq(row)
+        together = k.select(token.eq(first), k.const(ITEM_TOKENS), k.const(0))
+        taken.set(k.select(is_one_row, together, k.const(1)))
+    return taken.get()
+
+
+class _Body:
+    """Emits one item. The attributes are addresses of per-row arrays on the stack."""
+
+    def __init__(self, k: Kernel, shape: Shape) -> None:
+        self.k, self.shape = k, shape
+        self.side = 4 if k.tier.vector_registers >= 32 else 2
+        rows = shape.max_rows
+        self.value_bytes = -(-shape.v_dim // LANES) * LANES * 4
+        self.queries, self.outputs = k.stack(i64, rows), k.stack(i64, rows)
+        # Visible keys of a row: [start, stop).
+        self.starts, self.stops = k.stack(i64, rows), k.stack(i64, rows)
+        self.maxima, self.sums, self.decays = (k.stack(f32, rows) for _ in range(3))
+        self.scores = k.stack(f32, rows * CHUNK_KEYS)
+        self.values = k.stack(f32, rows * self.value_bytes // 4)
+        if shape.page_tokens < CHUNK_KEYS:
+            self.gathered_keys = k.stack(shape.element, shape.k_dim * CHUNK_KEYS)
+            self.gathered_values = k.stack(shape.element, CHUNK_KEYS * shape.v_dim)
+
+    def item(self, token: Value, num_tokens: Value, group: Value) -> None:
+        """Attend for `num_tokens` tokens and one group of heads."""
+        k, shape = self.k, self.shape
+        start, stop = self.begin(token, num_tokens, group)
+        row_of = k.load(k.ctx(Ctx.ROW_OF) + token * 4, i32).zext(i64)
+        table = k.load(k.ctx(Ctx.TABLES) + row_of * 8, i64) + k.arg(2)
+        kv_head = group.udiv(shape.heads // shape.kv_heads // shape.item_heads)
+        rows = num_tokens * shape.item_heads
+
+        with k.loop(start & -CHUNK_KEYS, stop, CHUNK_KEYS) as base:
+            keys, values = self.chunk(table, kv_head, base, start, stop)
+            self.tiles(rows, lambda row, count: self.score(row, count, keys))
+            with k.loop(0, rows) as row:
+                self.weigh(row, base)
+            self.tiles(rows, lambda row, count: self.accumulate(row, count, base, values))
+        with k.loop(0, rows) as row:
+            self.finish(row)
+
+    def begin(self, token: Value, num_tokens: Value, group: Value) -> tuple[Value, Value]:
+        """Set up the rows; returns the keys that any of them sees."""
+        k, shape = self.k, self.shape
+        first, last = k.var(2**62, i64), k.var(0, i64)
+        with k.loop(0, num_tokens) as t:
+            position = k.load(k.ctx(Ctx.POSITIONS) + (token + t) * 4, i32).zext(i64)
+            stop = position + 1
+            start = k.max(stop - k.arg(4), k.const(0)) if shape.windowed else k.const(0)
+            first.set(k.min(first.get(), start))
+            last.set(k.max(last.get(), stop))
+            query = k.arg(0) + (token + t) * shape.q_stride
+            output = k.arg(1) + (token + t) * shape.dst_stride
+            with k.loop(0, shape.item_heads) as h:
+                row, head = t * shape.item_heads + h, group * shape.item_heads + h
+                k.store(query + head * (shape.k_dim * 4), self.queries + row * 8)
+                k.store(output + head * (shape.v_dim * 4), self.outputs + row * 8)
+                k.store(start, self.starts + row * 8)
+                k.store(stop, self.stops + row * 8)
+                k.store(k.const(MINUS_INFINITY, f32), self.maxima + row * 4)
+                k.store(k.const(0, f32), self.sums + row * 4)
+                with k.loop(0, self.value_bytes, LANES * 4) as at:
+                    k.store(k.const(0, f32v), self.values + row * self.value_bytes + at)
+        return first.get(), last.get()
+
+    # --- keys and values of a chunk ----------------------------------------------------------
+
+    def page(self, table: Value, kv_head: Value, position: Value) -> tuple[Value, Value]:
+        """Addresses of the key column and of the value row of a position."""
+        k, shape = self.k, self.shape
+        size, per_page = shape.element_bytes, shape.page_tokens
+        page = k.load(table + position.udiv(per_page) * k.arg(3), i64)
+        offset = position.urem(per_page)
+        keys = page + (kv_head * (shape.k_dim * per_page) + offset) * size
+        values = page + shape.kv_heads * shape.k_dim * per_page * size
+        return keys, values + (kv_head * per_page + offset) * (shape.v_dim * size)
+
+    def chunk(
+        self, table: Value, kv_head: Value, base: Value, start: Value, stop: Value
+    ) -> tuple[Value, Value]:
+        """Addresses of a chunk's keys [k_dim, key_stride] and values [keys, v_dim].
+
+        Only pages that hold a key of [start, stop) are touched.
+        """
+        k, shape = self.k, self.shape
+        if shape.page_tokens >= CHUNK_KEYS:
+            return self.page(table, kv_head, base)
+        first = k.max(base, start & -shape.page_tokens)
+        with k.loop(first, k.min(base + CHUNK_KEYS, stop), shape.page_tokens) as position:
+            self.gather(self.page(table, kv_head, position), position - base)
+        return self.gathered_keys, self.gathered_values
+
+    def gather(self, page: tuple[Value, Value], key: Value) -> None:
+        """Copy a small page to where its keys stand in the chunk."""
+        k, shape = self.k, self.shape
+        size, per_page = shape.element_bytes, shape.page_tokens
+        keys, values = page
+        kind = vec(shape.element, per_page)
+        with k.loop(0, shape.k_dim) as d:
+            column = k.load(keys + d * (per_page * size), kind)
+            k.store(column, self.gathered_keys + (d * CHUNK_KEYS + key) * size)
+        into = self.gathered_values + key * (shape.v_dim * size)
+        with k.loop(0, per_page * shape.v_dim * size, size) as at:
+            k.store(k.load(values + at, shape.element), into + at)
+
+    def load(self, address: Value, lanes: int = LANES) -> Value:
+        """Keys or values as f32."""
+        if self.shape.kv_element == "f16":
+            return self.k.load_f16(address, lanes)
+        return self.k.load(address, lanes_of(f32, lanes))
+
+    # --- the three steps of a chunk ----------------------------------------------------------
+
+    def tiles(self, rows: Value, work: Callable[[Value, int], None]) -> None:
+        """`work(first row, number of rows)` over all rows: full tiles, then the rest, which is
+        that of one token's heads since ITEM_TOKENS is a multiple of `side`."""
+        k, rest = self.k, self.shape.item_heads % self.side
+        full = rows & -self.side
+        with k.loop(0, full, self.side) as row:
+            work(row, self.side)
+        if rest:
+            with k.if_(full < rows):
+                work(full, rest)
+
+    def score(self, row: Value, count: int, keys: Value) -> None:
+        """Scores of the chunk's keys, before `scale`, for `count` rows."""
+        k, shape = self.k, self.shape
+        queries = [k.load(self.queries + (row + i) * 8, i64) for i in range(count)]
+        for first in range(0, CHUNK_VECTORS, self.side):
+            vectors = range(first, first + self.side)
+            acc = [[k.var(0, f32v) for _ in vectors] for _ in range(count)]
+            with k.loop(0, shape.k_dim) as d:
+                at = keys + d * (shape.key_stride * shape.element_bytes)
+                key = [self.load(at + n * LANES * shape.element_bytes) for n in vectors]
+                for query, sums in zip(queries, acc, strict=True):
+                    q = k.splat(k.load(query + d * 4, f32))
+                    for n, total in enumerate(sums):
+                        total.set(k.fma(q, key[n], total.get()))
+            for i, sums in enumerate(acc):
+                into = self.scores + (row + i) * (CHUNK_KEYS * 4)
+                for n, total in zip(vectors, sums, strict=True):
+                    k.store(total.get(), into + n * LANES * 4)
+
+    def weigh(self, row: Value, base: Value) -> None:
+        """Scores to softmax weights, relative to the largest score so far.
+
+        A row that sees no key of the chunk (its item's other tokens do) keeps its state: its
+        weights are 0 and its decay is 1, also before its first key, where e^0 would be e^NaN.
+        """
+        k = self.k
+        at = self.scores + row * (CHUNK_KEYS * 4)
+        masks = self.visible(row, base)
+        least = k.const(MINUS_INFINITY, f32v)
+        scores = []
+        for n, mask in enumerate(masks):
+            score = k.load(at + n * LANES * 4, f32v) * self.shape.scale
+            scores.append(k.select(mask, self.capped(score), least))
+
+        before = k.load(self.maxima + row * 4, f32)
+        largest = k.max(k.max(scores[0], scores[1]), k.max(scores[2], scores[3]))
+        largest = k.max(k.hmax(largest), before)
+        one = k.const(1, f32)
+        decay = k.select(before < largest, k.exp(before - largest), one)
+        weights = []
+        for n, (mask, score) in enumerate(zip(masks, scores, strict=True)):
+            weights.append(k.select(mask, k.exp(score - largest), k.const(0, f32v)))
+            k.store(weights[-1], at + n * LANES * 4)
+        added = k.hsum(((weights[0] + weights[1]) + weights[2]) + weights[3])
+        total = k.fma(k.load(self.sums + row * 4, f32), decay, added)
+        k.store(largest, self.maxima + row * 4)
+        k.store(decay, self.decays + row * 4)
+        k.store(total, self.sums + row * 4)
+
+    def visible(self, row: Value, base: Value) -> list[Value]:
+        """Lanes of the chunk's vectors whose keys the row sees."""
+        k = self.k
+        stop = k.splat((k.load(self.stops + row * 8, i64) - base).trunc(i32))
+        lanes = [k.lanes(range(n * LANES, (n + 1) * LANES), i32) for n in range(CHUNK_VECTORS)]
+        masks = [lane < stop for lane in lanes]
+        if self.shape.windowed:
+            start = k.splat((k.load(self.starts + row * 8, i64) - base).trunc(i32))
+            masks = [mask & (lane >= start) for mask, lane in zip(masks, lanes, strict=True)]
+        return masks
+
+    def capped(self, score: Value) -> Value:
+        """softcap * tanh(score / softcap): with t = e^(-2|x|), tanh |x| = (1 - t) / (1 + t)."""
+        k, cap = self.k, self.shape.softcap
+        if not cap:
+            return score
+        x = score / cap
+        t = k.exp(k.abs(x) * -2.0)
+        tanh = (1.0 - t) / (t + 1.0)
+        return k.select(x < 0.0, -tanh, tanh) * cap
+
+    def accumulate(self, row: Value, count: int, base: Value, values: Value) -> None:
+        """Add the chunk's weighted values to `count` rows.
+
+        Only keys that a row sees are read for it: an unwritten slot may hold a NaN. Rows of
+        neighbouring tokens differ in a few keys at either end; what all see is loaded once.
+        """
+        k, shape = self.k, self.shape
+        zero, end = k.const(0), k.const(CHUNK_KEYS)
+        ranges = []
+        for i in range(count):
+            start = k.load(self.starts + (row + i) * 8, i64) - base
+            stop = k.load(self.stops + (row + i) * 8, i64) - base
+            ranges.append((k.max(start, zero), k.min(stop, end)))
+        first, last = ranges[0]
+        for start, stop in ranges[1:]:
+            first, last = k.max(first, start), k.min(last, stop)
+        last = k.max(first, last)
+
+        width = self.side * LANES
+        full = shape.v_dim // width * width
+        with k.loop(0, full, width) as column:
+            pieces = spans(width)
+            self.columns(row, values, column, pieces, ranges, first, last)
+        if full < shape.v_dim:
+            pieces = spans(shape.v_dim - full)
+            self.columns(row, values, k.const(full), pieces, ranges, first, last)
+
+    def columns(
+        self,
+        row: Value,
+        values: Value,
+        column: Value,
+        pieces: list[tuple[int, int]],
+        ranges: list[tuple[Value, Value]],
+        first: Value,
+        last: Value,
+    ) -> None:
+        """`accumulate` for the columns from `column` on, in vectors that `pieces` names."""
+        k, shape = self.k, self.shape
+        sums = self.values + row * self.value_bytes + column * 4
+        weights = self.scores + row * (CHUNK_KEYS * 4)
+        values = values + column * shape.element_bytes
+        acc = []
+        for i in range(len(ranges)):
+            decay = k.load(self.decays + (row + i) * 4, f32)
+            at = sums + i * self.value_bytes
+            loads = (k.load(at + offset * 4, lanes_of(f32, lanes)) for offset, lanes in pieces)
+            acc.append([k.var(total * decay) for total in loads])
+
+        def add(start: Value, stop: Value, rows: range) -> None:
+            with k.loop(start, stop) as key:
+                at = values + key * (shape.v_dim * shape.element_bytes)
+                value = [self.load(at + o * shape.element_bytes, lanes) for o, lanes in pieces]
+                for i in rows:
+                    weight = k.load(weights + i * CHUNK_KEYS * 4 + key * 4, f32)
+                    for total, v in zip(acc[i], value, strict=True):
+                        total.set(k.fma(weight, v, total.get()))
+
+        everyone = range(len(ranges))
+        for i, (start, stop) in enumerate(ranges):
+            add(start, k.min(stop, first), range(i, i + 1))
+        add(first, last, everyone)
+        for i, (start, stop) in enumerate(ranges):
+            add(k.max(start, last), stop, range(i, i + 1))
+
+        for i, totals in enumerate(acc):
+            at = sums + i * self.value_bytes
+            for (offset, _), total in zip(pieces, totals, strict=True):
+                k.store(total.get(), at + offset * 4)
+
+    def finish(self, row: Value) -> None:
+        """Divide by the sum of the weights and write the row."""
+        k = self.k
+        total = k.load(self.sums + row * 4, f32)
+        output = k.load(self.outputs + row * 8, i64)
+        values = self.values + row * self.value_bytes
+        for offset, lanes in spans(self.shape.v_dim):
+            kind = lanes_of(f32, lanes)
+            k.store(k.load(values + offset * 4, kind) / total, output + offset * 4)

@@ -1,0 +1,269 @@
+"""Matrix products on the CPU: one kernel a weight format serves every shape.
+
+A work item is one tile of 16 weight rows against one panel of activations. The panel is taken in
+blocks of 8, 4, 2 or 1 rows: a block unpacks each word of weights once and keeps one accumulator a
+row, so a row meets the same arithmetic in every block size. Knows no model and no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jitllm.jit.emit import Kernel, Value, Var, f32, f32v, i8, i32, i32v, i64, vec
+from jitllm.kernels.layout import (
+    ACT_NEG_ISUM,
+    ACT_NEG_ISUM_HI,
+    ACT_NEG_ISUM_LO,
+    ACT_RECORD_BYTES,
+    ACT_SCALE,
+    ACT_SUM,
+    ACT_SUM_HI,
+    ACT_SUM_LO,
+    FORMATS,
+    GROUP,
+    TILE_ROWS,
+    WORD_ROW_BYTES,
+    Format,
+    FormatCode,
+    num_tiles,
+)
+from jitllm.kernels.matmul import MatMul
+from jitllm.kernels.op import PANEL_TOKENS, Count, Ctx, Env, KernelSpec, Launch, Rows
+
+SRC, DST, WEIGHT, BIAS, ADD, SRC_STRIDE, DST_STRIDE, GROUPS, ROWS, TILES, COUNT_WORD = range(11)
+"""Argument words: addresses (BIAS and ADD may be 0), bytes between rows (ADD's are DST's), groups
+of a row, weight rows, tiles, and the word of the step context that counts the activation rows."""
+
+_OPERANDS = GROUP // 4
+"""Vectors of 16 x 4 weights in a group."""
+
+Step = Callable[[Value, Sequence[Value], Sequence[Var]], None]
+"""Emits one group: (address of its weights, addresses of its activations, accumulators)."""
+
+
+def launches(op: MatMul, env: Env) -> list[Launch]:
+    """One launch: panels times tiles."""
+    is_outputs = op.src.rows is Rows.OUTPUTS
+    tiles = num_tiles(op.weight.rows)
+    args = (
+        env.buffer(op.src),
+        env.buffer(op.dst),
+        env.weight(op.weight),
+        env.weight(op.bias) if op.bias else 0,
+        env.buffer(op.add) if op.add else 0,
+        op.src.stride_bytes,
+        op.dst.stride_bytes,
+        FORMATS[op.weight.format].padded_cols(op.weight.cols) // GROUP,
+        op.weight.rows,
+        tiles,
+        int(Ctx.NUM_OUTPUTS if is_outputs else Ctx.NUM_TOKENS),
+    )
+    count = Count.OUTPUT_PANELS if is_outputs else Count.TOKEN_PANELS
+    spec = KernelSpec.of("matmul", format=op.weight.format.name)
+    return [Launch(spec, count, tiles, args)]
+
+
+def emit(k: Kernel, *, format: str) -> None:
+    """The kernel of one weight format."""
+    fmt = FORMATS[FormatCode[format]]
+    sums = k.stack(f32, TILE_ROWS * max(block_sizes(k)))
+    tiles, groups = k.arg(TILES), k.arg(GROUPS)
+    num_rows = k.load(k.params[0] + k.arg(COUNT_WORD) * 8, i64)
+    size = k.var(0, i64)
+    with k.items() as item:
+        panel, tile = item.udiv(tiles), item.urem(tiles)
+        weights = k.arg(WEIGHT) + tile * _tile_bytes(fmt, groups)
+        row = k.var(panel * PANEL_TOKENS)
+        stop = k.min(panel * PANEL_TOKENS + PANEL_TOKENS, num_rows)
+
+        def block(rows: int) -> None:
+            _block(k, fmt, weights, groups, row.get(), rows, sums)
+            size.set(rows)
+
+        with k.while_(lambda: row.get() < stop):
+            _first_that_fits(k, stop - row.get(), block_sizes(k), block)
+            _finish(k, tile, row.get(), size.get(), sums)
+            row.set(row.get() + size.get())
+
+
+def block_sizes(k: Kernel) -> tuple[int, ...]:
+    """Activation rows that a block may take, most first. A row needs two registers, for its
+    accumulator and the dot product under way; the others hold weights, scales and masks."""
+    return tuple(n for n in (8, 4, 2, 1) if 2 * n <= k.tier.vector_registers)
+
+
+def _first_that_fits(
+    k: Kernel, left: Value, sizes: Sequence[int], body: Callable[[int], None]
+) -> None:
+    """Run the body for the first of `sizes` that is at most `left`; the last one always fits."""
+    n, *smaller = sizes
+    if not smaller:
+        body(n)
+        return
+    with k.if_else(left >= n) as (fits, does_not):
+        with fits:
+            body(n)
+        with does_not:
+            _first_that_fits(k, left, smaller, body)
+
+
+def _tile_bytes(fmt: Format, groups: Value) -> Value:
+    if not fmt.super_cols:
+        return groups * fmt.group_bytes
+    return groups.udiv(fmt.super_cols // GROUP) * fmt.tile_bytes(fmt.super_cols)
+
+
+def _block(
+    k: Kernel, fmt: Format, weights: Value, groups: Value, row: Value, size: int, sums: Value
+) -> None:
+    """The dot products of one tile with `size` activation rows, into `sums`: f32 [size, 16]."""
+    src, stride = k.arg(SRC) + row * k.arg(SRC_STRIDE), k.arg(SRC_STRIDE)
+    sources = [src + stride * r for r in range(size)]
+    acc = [k.var(k.const(0.0, f32v)) for _ in range(size)]
+    if fmt.super_cols:
+        _super_groups(k, fmt, weights, groups, sources, acc)
+    else:
+        step = _quantized(k, fmt, None, None) if fmt.is_quantized else _floats(k, fmt)
+        source_bytes = ACT_RECORD_BYTES if fmt.is_quantized else GROUP * 4
+        with k.loop(0, groups) as g:
+            step(weights + g * fmt.group_bytes, [s + g * source_bytes for s in sources], acc)
+    for r in range(size):
+        k.store(acc[r].get(), sums + r * WORD_ROW_BYTES, align=64)
+
+
+def _super_groups(
+    k: Kernel,
+    fmt: Format,
+    weights: Value,
+    groups: Value,
+    sources: Sequence[Value],
+    acc: Sequence[Var],
+) -> None:
+    per_super = fmt.super_cols // GROUP
+    with k.loop(0, groups.udiv(per_super)) as s:
+        head = weights + s * fmt.tile_bytes(fmt.super_cols)
+        d = k.load_f16(head)
+        d_min = k.load_f16(head + 2 * TILE_ROWS) if fmt.has_min else None
+        step = _quantized(k, fmt, d, d_min)
+        first = head + fmt.super_header_bytes
+        with k.loop(0, per_super) as g:
+            record = (s * per_super + g) * ACT_RECORD_BYTES
+            step(first + g * fmt.group_bytes, [source + record for source in sources], acc)
+
+
+def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> Step:
+    """Integers against records of quantised activations."""
+    halves = fmt.scales_per_group
+    sum_at = (ACT_SUM,) if halves == 1 else (ACT_SUM_LO, ACT_SUM_HI)
+    negative_at = (ACT_NEG_ISUM,) if halves == 1 else (ACT_NEG_ISUM_LO, ACT_NEG_ISUM_HI)
+
+    def scale(address: Value, half: int, super_scale: Value | None) -> Value:
+        at = address + half * TILE_ROWS * fmt.scale_bytes
+        if super_scale is None:
+            return k.load_f16(at)
+        scales = k.load(at, vec(i8))
+        wide = scales.sext(i32) if fmt.scale_signed else scales.zext(i32)
+        return super_scale * wide.to_float()
+
+    def start(record: Value, half: int) -> Value:
+        # -bias * sum(a): the dot product of unsigned integers then comes out as of (q - bias).
+        if not fmt.bias:
+            return k.const(0, i32v)
+        negative = k.load(record + negative_at[half], i32)
+        return k.splat(negative << (fmt.bias.bit_length() - 1))
+
+    def step(weights: Value, records: Sequence[Value], acc: Sequence[Var]) -> None:
+        operand = _unpacker(k, fmt, weights)
+        for half in range(halves):
+            dots = [k.dot(start(record, half), (1 << fmt.bits) - 1) for record in records]
+            for p in range(half * _OPERANDS // halves, (half + 1) * _OPERANDS // halves):
+                integers = operand(p)
+                for dot, record in zip(dots, records, strict=True):
+                    dot.add(integers, k.splat(k.load(record + 4 * p, i32)))
+            w_scale = scale(weights + fmt.scale_offset, half, d)
+            w_min = scale(weights + fmt.min_offset, half, d_min) if fmt.has_min else None
+            for r, record in enumerate(records):
+                s = w_scale * k.load(record + ACT_SCALE, f32)
+                total = k.fma(dots[r].total().to_float(), s, acc[r].get())
+                if w_min is not None:
+                    a_sum = k.load(record + sum_at[half], f32)
+                    total = k.fma(w_min if fmt.min_is_added else -w_min, a_sum, total)
+                acc[r].set(total)
+
+    return step
+
+
+def _unpacker(k: Kernel, fmt: Format, weights: Value) -> Callable[[int], Value]:
+    """operand(p): unsigned weights 4p .. 4p+3 of a group, a byte each, of 16 rows."""
+    words: dict[int, Value] = {}
+
+    def word(offset: int) -> Value:
+        if offset not in words:
+            words[offset] = k.load(weights + offset, i32v)
+        return words[offset]
+
+    def operand(p: int) -> Value:
+        parts: list[Value] = []
+        position = 0
+        for plane, bits in enumerate(fmt.planes):
+            per_word = 8 // bits
+            raw = word(fmt.plane_offset(plane) + p // per_word * WORD_ROW_BYTES)
+            shift = p % per_word * bits - position
+            mask = ((1 << bits) - 1) << position
+            moved = raw >> shift if shift > 0 else raw << -shift if shift < 0 else raw
+            parts.append(moved if bits == 8 else moved & mask * 0x01010101)
+            position += bits
+        return parts[0] if len(parts) == 1 else parts[0] | parts[1]
+
+    return operand
+
+
+def _floats(k: Kernel, fmt: Format) -> Step:
+    """Floats against f32 activations, column by column."""
+    words_a_step = 4  # more would only make longer code
+    per_word = 4 // fmt.float_bytes
+
+    def columns(word: Value) -> tuple[Value, ...]:
+        match fmt.code:
+            case FormatCode.F32:
+                return (word.as_f32(),)
+            case FormatCode.F16:
+                return k.widen_f16(word & 0xFFFF), k.widen_f16(word >> 16)
+            case _:
+                return (word << 16).as_f32(), (word & 0xFFFF0000).as_f32()
+
+    def step(weights: Value, sources: Sequence[Value], acc: Sequence[Var]) -> None:
+        with k.loop(0, GROUP // per_word, words_a_step) as first:
+            for w in range(words_a_step):
+                at = (first + w) * per_word * 4
+                word = k.load(weights + (first + w) * WORD_ROW_BYTES, i32v)
+                for c, column in enumerate(columns(word)):
+                    for r, source in enumerate(sources):
+                        x = k.load(source + at + 4 * c, f32)
+                        acc[r].set(k.fma(column, x, acc[r].get()))
+
+    return step
+
+
+def _finish(k: Kernel, tile: Value, row: Value, size: Value, sums: Value) -> None:
+    """sums + bias + add, to dst; only the weight rows that exist are read and written."""
+    bias, add, dst, stride = (k.arg(word) for word in (BIAS, ADD, DST, DST_STRIDE))
+    column = tile * WORD_ROW_BYTES
+    lanes = k.arg(ROWS) - tile * TILE_ROWS
+
+    def write(sum_at: Value, at: Value, bias_at: Value, kind: Any) -> None:
+        y = k.var(k.load(sum_at, kind))
+        with k.if_(bias.ne(0)):
+            y.set(y.get() + k.load(bias + bias_at, kind))
+        with k.if_(add.ne(0)):
+            y.set(y.get() + k.load(add + at, kind))
+        k.store(y.get(), dst + at)
+
+    with k.loop(0, size) as r:
+        sum_at, at = sums + r * WORD_ROW_BYTES, (row + r) * stride + column
+        with k.if_else(lanes >= TILE_ROWS) as (whole, ragged):
+            with whole:
+                write(sum_at, at, column, f32v)
+            with ragged, k.loop(0, lanes) as lane:
+                write(sum_at + lane * 4, at + lane * 4, column + lane * 4, f32)

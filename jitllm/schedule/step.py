@@ -1,0 +1,55 @@
+"""What one step computes: spans of tokens of several sequences, in one forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SpanOutputs(StrEnum):
+    """Which tokens of a span give logits."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, start + len(tokens)) of a sequence, one row of the batch.
+
+    sample: draw the next token from the last position's logits. target: the token that follows
+    the span if it is known already (-1 if not), for its log-probability.
+    """
+
+    sequence: int
+    start: int
+    tokens: tuple[int, ...]
+    outputs: SpanOutputs
+    sample: bool
+    target: int = -1
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def num_outputs(self) -> int:
+        """Output rows of this span."""
+        if self.outputs is SpanOutputs.NONE:
+            return 0
+        return len(self.tokens) if self.outputs is SpanOutputs.ALL else 1
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """What a device computed for a span. `token` is None where nothing was sampled.
+
+    prompt_logprobs: log-probability of the token after each output position that has one.
+    """
+
+    sequence: int
+    token: int | None
+    logprob: float
+    prompt_logprobs: tuple[float, ...] = ()

@@ -1,0 +1,85 @@
+"""The command line over the real engine, on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.fake import Jitllm
+from tests.conftest import TinyModel
+
+COMMAND = [sys.executable, "-m", "jitllm.cli.main"]
+
+
+@pytest.fixture
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model("llama")
+
+
+def test_a_budget_costs_pages_and_changes_nothing(jitllm: Jitllm, model: Path) -> None:
+    info = jitllm("info", model, "-json").json
+    free = jitllm("run", model, "-n", "12", "-json", "Hello there").json
+    budget = free["pages"]["fixed_bytes"] + info["largest_block_bytes"]
+    tight = jitllm("run", "-n", "12", "-maxmem", str(budget), model, "Hello there", "--json").json
+    assert len(free["ids"]) == 12
+    assert free["pages"]["page_ins_per_token"] == 0
+    assert tight["ids"] == free["ids"]
+    assert tight["text"] == free["text"]
+    assert tight["pages"]["frames"] == 1
+    assert tight["pages"]["page_ins"] > free["pages"]["page_ins"] == info["blocks"]
+    assert tight["pages"]["page_ins_per_token"] == pytest.approx(info["blocks"], rel=0.35)
+
+
+def test_a_budget_below_everything_runs_and_says_so(jitllm: Jitllm, model: Path) -> None:
+    done = jitllm("run", model, "-n", "2", "-maxmem", "400K", "Hello")
+    assert done.code == 0
+    assert "* OVER BUDGET by" in done.err
+
+
+def test_every_step_size_scores_alike(jitllm: Jitllm, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids").write_text(" ".join(str(3 + 7 * i % 300) for i in range(40)))
+    scores, logits = [], []
+    for step in ("512", "7", "1"):
+        out = tmp_path / f"{step}.npz"
+        args = ("-ids", tmp_path / "ids", "-step", step, "-out", out, "-json")
+        scores.append(jitllm("score", model, *args).json["nll"])
+        with np.load(out) as arrays:
+            logits.append(arrays["logits"].copy())
+    assert scores[0] == scores[1] == scores[2]
+    assert np.array_equal(logits[0], logits[1])
+    assert np.array_equal(logits[0], logits[2])
+    shifted = logits[0].astype(np.float64)
+    logprobs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    ids = [int(word) for word in (tmp_path / "ids").read_text().split()]
+    expected = [-logprobs[at, token_id] for at, token_id in enumerate(ids[1:])]
+    assert scores[0] == pytest.approx(expected, abs=1e-4)
+
+
+def test_speed(jitllm: Jitllm, model: Path) -> None:
+    report = jitllm("speed", model, "-p", "32", "-n", "8", "-r", "1", "-json").json
+    assert report["prefill_tok_s"] > 0
+    assert report["decode_tok_s"] > 0
+
+
+def test_a_short_run_imports_no_array_library_and_no_screen(model: Path) -> None:
+    """And a second one compiles nothing: it does not even load the compiler's own front end."""
+    program = (
+        "import sys; from jitllm.cli.main import main;"
+        f"code = main(['run', {str(model)!r}, '-n', '1', 'Hello']);"
+        "print('|', *sorted({m.split('.')[0] for m in sys.modules})); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JITLLM_DEBUG": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split("|")[1].split())
+    assert loaded & {"rich", "jinja2", "numba", "pytest"} == set()

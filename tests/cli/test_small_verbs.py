@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jitllm.cli.convert import default_output
+from jitllm.cli.progress import Progress
+from jitllm.jit import tiers
+from tests.cli.fake import Jitllm
+
+
+def test_cache_shows_and_clears(
+    jitllm: Jitllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    report = jitllm("cache", "-json").json
+    assert report == {
+        "directory": str(tmp_path / "jitllm"),
+        "entries": 0,
+        "bytes": 0,
+        "removed": 0,
+    }
+    objects = tmp_path / "jitllm" / "objects"
+    objects.mkdir(parents=True)
+    (objects / "a.o").write_bytes(bytes(100))
+    assert jitllm("cache").out.startswith("1 kernels, 100 B, in ")
+    assert jitllm("cache", "clear", "--json").json["removed"] == 1
+    assert list(objects.iterdir()) == []
+    assert jitllm("cache", "shrink").code == 2
+
+
+def test_hardware(jitllm: Jitllm) -> None:
+    report = jitllm("hardware", "--json").json
+    assert [tier["name"] for tier in report["tiers"]] == [tier.name for tier in tiers.TIERS]
+    assert report["tier"] == tiers.choose().name
+    assert report["cores"]["threads"] >= 1
+    assert report["memory"]["budget_bytes"] <= report["memory"]["usable_bytes"]
+    out = jitllm("hardware").out
+    assert f"tier {report['tier']}" in out
+    assert report["memory"]["explanation"] in out
+
+
+def test_hardware_says_why_a_tier_is_missing(
+    jitllm: Jitllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "cpu_flags", lambda: frozenset({"avx2", "fma", "f16c"}))
+    out = jitllm("hardware").out
+    assert "no: the processor lacks avx_vnni" in out
+    assert "yes, and the one that is used" in out
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [("a/b.gguf", "a/b.jlm"), ("b-00002-of-00003.gguf", "b.jlm"), ("b.v1.gguf", "b.v1.jlm")],
+)
+def test_the_container_lies_beside_its_source(source: str, output: str) -> None:
+    assert default_output(Path(source)) == Path(output)
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    with Progress(clock=lambda: now) as progress:
+        for done in range(41):
+            progress("compiling kernels", done, 40)
+            now += 0.25
+        progress("reading weights", 0, 3 << 20)
+        now += 6
+        progress("reading weights", 3 << 20, 3 << 20)
+    assert capsys.readouterr().err.splitlines() == [
+        "compiling kernels 20/40",
+        "compiling kernels 40/40",
+        "reading weights 3.00 MiB of 3.00 MiB, 512.00 KiB/s",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_that_goes_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    now = 0.0
+    with Progress(clock=lambda: now) as progress:
+        for done in range(11):
+            progress("compiling kernels", done, 10)
+            now += 0.2
+    err = capsys.readouterr().err
+    assert "compiling kernels" in err
+    assert "10/10" in err or "9/10" in err

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.cli.fake import BLOCK_BYTES, BOS, DENSE_BYTES, NUM_BLOCKS, Jitllm, Opener
+
+WEIGHT_BYTES = DENSE_BYTES + NUM_BLOCKS * BLOCK_BYTES
+
+
+def test_every_repetition_is_a_request_and_one_warms_up(jitllm: Jitllm, opener: Opener) -> None:
+    done = jitllm("speed", "m.jlm", "-p", "100", "-n", "8", "-r", "2")
+    assert done.code == 0
+    requests = opener.engine.requests
+    assert [(len(r.prompt), r.max_tokens) for r in requests] == [(100, 0), (1, 8)] * 3
+    assert requests[0].prompt[0] == BOS
+    assert all(r.stop_ids == frozenset() for r in requests)
+    rates = r"[0-9.]+ / [0-9.]+ tok/s"
+    assert re.match(rf"pp100 {rates}   tg8 {rates}\nmedian ", done.out)
+
+
+def test_json_has_medians_and_samples(jitllm: Jitllm, opener: Opener) -> None:
+    report = jitllm("speed", "m.jlm", "-p", "9", "-n", "8", "-json").json
+    samples = report["samples"]
+    assert len(samples["prefill_tok_s"]) == len(samples["decode_tok_s"]) == 3
+    assert report["prefill_tok_s"] == sorted(samples["prefill_tok_s"])[1]
+    assert report["decode_tok_s"] == sorted(samples["decode_tok_s"])[1]
+    assert report["bytes_per_token"] == WEIGHT_BYTES
+    assert report["gb_s"] == pytest.approx(report["decode_tok_s"] * WEIGHT_BYTES / 1e9)
+
+
+def test_a_phase_can_be_left_out(jitllm: Jitllm, opener: Opener) -> None:
+    report = jitllm("speed", "m.jlm", "-p", "0", "-n", "3", "-json").json
+    assert report["prefill_tok_s"] is None
+    assert [r.max_tokens for r in opener.engine.requests] == [3] * 4
+    assert jitllm("speed", "m.jlm", "-p", "3", "-n", "0").out.startswith("pp3 ")
+
+
+def test_what_the_clock_cannot_see_is_refused(
+    jitllm: Jitllm, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 1.0)
+    done = jitllm("speed", "m.jlm", "-p", "9")
+    assert (done.code, done.out) == (1, "")
+    assert "raise -p" in done.err
+
+
+@pytest.mark.parametrize("args", [("-p", "-1"), ("-r", "0"), ("-p", "0", "-n", "0")])
+def test_nothing_to_measure(jitllm: Jitllm, opener: Opener, args: tuple[str, ...]) -> None:
+    assert jitllm("speed", "m.jlm", *args).code == 2

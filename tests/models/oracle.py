@@ -1,0 +1,62 @@
+"""Tiny models, and what a trusted independent engine computes from them (`tests/oracle`)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.models.reference import Source, load
+from tests.oracle import make_models
+
+DATA = Path(__file__).parents[1] / "data"
+
+FLOAT_MODELS = [
+    *("llama", "llama-plain", "llama-bias", "llama-linear", "llama-yarn", "llama-q"),
+    *("qwen2", "qwen3", "gemma3", "mistral3"),
+]
+WRITTEN_TYPES = ["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+STORED_TYPES = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
+WEIGHT_TYPES = WRITTEN_TYPES + STORED_TYPES
+
+
+def model_path(name: str, directory: Path) -> Path:
+    """The GGUF file of a tiny model, `llama-q` in a weight type included ("llama-q-q4_k").
+
+    The `gguf` package cannot write every type: those files are stored, the others are written.
+    """
+    stem, _, weight_type = name.rpartition("-")
+    if weight_type in STORED_TYPES:
+        return DATA / "quants" / f"{name}.gguf"
+    path = directory / f"{name}.gguf"
+    if weight_type in WRITTEN_TYPES:
+        make_models.write(stem, path, weight_type)
+    else:
+        make_models.write(name, path)
+    return path
+
+
+@cache
+def model(name: str) -> Source:
+    """A tiny model as plain values."""
+    with TemporaryDirectory() as directory:
+        return load(model_path(name, Path(directory)))
+
+
+def quantized(weight_type: str) -> Source:
+    """`llama-q` in a weight type."""
+    return model(f"llama-q-{weight_type}")
+
+
+def golden(name: str) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Tokens, and the logits that count as the truth: exact, else with exact GELU, else stock.
+
+    name: a model, or a weight type of `llama-q`.
+    """
+    folder = DATA / "golden" / "quants" if name in WEIGHT_TYPES else DATA / "golden"
+    with np.load(folder / f"{name}.npz") as arrays:
+        best = next(k for k in ("logits_exact", "logits_ref", "logits") if k in arrays)
+        return arrays["tokens"], arrays[best]

@@ -1,0 +1,205 @@
+"""Runs a graph in NumPy, in float64, straight from a GGUF file: a second pair of eyes.
+
+Shares nothing with the kernels' own references but the contracts. Whole sequences at once, keys
+and values in plain arrays instead of pages. A quantised row is kept as the numbers it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from jitllm.formats.names import role_of
+from jitllm.kernels.attention import Attention
+from jitllm.kernels.embed import Embed
+from jitllm.kernels.gather import Gather
+from jitllm.kernels.glu import Glu
+from jitllm.kernels.kv_write import KvWrite
+from jitllm.kernels.layout import GROUP, FormatCode
+from jitllm.kernels.matmul import MatMul
+from jitllm.kernels.norm import Norm
+from jitllm.kernels.op import Weight
+from jitllm.kernels.quantize import Quantize
+from jitllm.kernels.rope import Rope
+from jitllm.kernels.rope_table import RopeTable
+from jitllm.models.graph import Graph
+from jitllm.models.hparams import Config, Hparams
+from jitllm.models.registry import make_graph
+
+F64 = NDArray[np.float64]
+
+
+@dataclass
+class Source:
+    """A GGUF file as plain values: what the converter would write, and every tensor in float64."""
+
+    arch: str
+    config: Config
+    weights: list[Weight]
+    values: dict[tuple[str, int | None], F64]
+
+    @property
+    def rope_factors(self) -> list[float] | None:
+        """The values of `rope_freqs`, if there is one."""
+        found = self.values.get(("rope_freqs", None))
+        return None if found is None else found.tolist()
+
+    @property
+    def hparams(self) -> Hparams:
+        """The numbers."""
+        return Hparams.read(self.config)
+
+    def graph(self) -> Graph:
+        """The graph."""
+        return make_graph(self.arch, self.config, self.weights, self.rope_factors)
+
+
+def load(path: Path) -> Source:
+    """Read a small GGUF file."""
+    reader = gguf.GGUFReader(path)
+    fields = {name: f.contents() for name, f in reader.fields.items() if not name.startswith("GG")}
+    arch = fields["general.architecture"]
+    prefix = f"{arch}."
+    config = {k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)}
+    weights, values = [], {}
+    for tensor in reader.tensors:
+        role, block = role_of(tensor.name)
+        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
+        rows, cols = (0, *value.shape)[-2:]
+        code = FormatCode[tensor.tensor_type.name]
+        weights.append(Weight(role, block, code, rows, cols))
+        values[role, block] = value
+    return Source(arch, config, weights, values)
+
+
+@dataclass
+class Run:
+    """The state of one pass over a whole sequence."""
+
+    values: dict[tuple[str, int | None], F64]
+    tokens: NDArray[np.int32]
+    buffers: dict[str, F64] = field(default_factory=dict)
+    kv: dict[int, tuple[F64, F64]] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """One sequence from its start."""
+        return np.arange(len(self.tokens))
+
+    def weight(self, weight: Weight) -> F64:
+        """A weight's values."""
+        return self.values[weight.role, weight.block]
+
+
+def logits(graph: Graph, values: dict[tuple[str, int | None], F64], tokens: Any) -> F64:
+    """Logits [tokens, vocab] of every position."""
+    graph.check()
+    run = Run(values, np.asarray(tokens, np.int32))
+    for op in graph.ops():
+        OPS[type(op)](op, run)
+    return run.buffers["logits"]
+
+
+def embed(op: Embed, run: Run) -> None:
+    run.buffers[op.dst.name] = run.weight(op.table)[run.tokens] * np.float32(op.scale)
+
+
+def gather(op: Gather, run: Run) -> None:
+    run.buffers[op.dst.name] = run.buffers[op.src.name].copy()
+
+
+def rope_table(op: RopeTable, run: Run) -> None:
+    angles = run.positions[:, None] * np.frombuffer(op.frequencies.data, "<f8")
+    run.buffers[op.dst.name] = np.concatenate([np.cos(angles), np.sin(angles)], 1) * op.scale
+
+
+def norm(op: Norm, run: Run) -> None:
+    x = run.buffers[op.src.name]
+    parts = x.reshape(len(x), -1, op.segment)
+    parts = parts / np.sqrt((parts**2).mean(-1, keepdims=True) + op.eps) * run.weight(op.weight)
+    y = parts.reshape(x.shape)
+    run.buffers[op.dst.name] = y if op.add is None else y + run.buffers[op.add.name]
+
+
+def quantize(op: Quantize, run: Run) -> None:
+    x = run.buffers[op.src.name]
+    padded = np.zeros((len(x), -(-x.shape[1] // GROUP) * GROUP))
+    padded[:, : x.shape[1]] = x
+    groups = padded.reshape(len(x), -1, GROUP)
+    amax = np.abs(groups).max(-1, keepdims=True)
+    scale = np.where(amax == 0, 1, amax) / 127
+    rounded = np.rint(groups / scale) * scale
+    run.buffers[op.dst.name] = rounded.reshape(padded.shape)[:, : x.shape[1]]
+
+
+def matmul(op: MatMul, run: Run) -> None:
+    y = run.buffers[op.src.name] @ run.weight(op.weight).T
+    if op.bias is not None:
+        y = y + run.weight(op.bias)
+    run.buffers[op.dst.name] = y if op.add is None else y + run.buffers[op.add.name]
+
+
+def rope(op: Rope, run: Run) -> None:
+    x = run.buffers[op.x.name]
+    heads = x.reshape(len(x), -1, op.head_dim).copy()
+    half = op.num_rotated // 2
+    cos, sin = np.split(run.buffers[op.table.name][:, None], 2, axis=2)
+    first, second = (
+        (slice(0, op.num_rotated, 2), slice(1, op.num_rotated, 2))
+        if op.interleaved
+        else (slice(0, half), slice(half, op.num_rotated))
+    )
+    a, b = heads[..., first].copy(), heads[..., second].copy()
+    heads[..., first] = a * cos - b * sin
+    heads[..., second] = a * sin + b * cos
+    if op.position_scale is not None:
+        factors = np.frombuffer(op.position_scale.data, "<f4")
+        step = np.minimum(run.positions // op.scale_positions, len(factors) - 1)
+        heads *= factors[step][:, None, None]
+    run.buffers[op.x.name] = heads.reshape(x.shape)
+
+
+def glu(op: Glu, run: Run) -> None:
+    x = run.buffers[op.gate.name]
+    u = x if op.activation == "silu" else 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    run.buffers[op.dst.name] = x / (1 + np.exp(-u)) * run.buffers[op.up.name]
+
+
+def kv_write(op: KvWrite, run: Run) -> None:
+    k, v = run.buffers[op.k.name], run.buffers[op.v.name]
+    shape = (len(k), op.kv_heads)
+    run.kv[op.block] = (k.reshape(*shape, op.k_dim), v.reshape(*shape, op.v_dim))
+
+
+def attention(op: Attention, run: Run) -> None:
+    k, v = (np.repeat(a, op.heads // op.kv_heads, axis=1) for a in run.kv[op.block])
+    q = run.buffers[op.q.name].reshape(-1, op.heads, op.k_dim)
+    scores = np.einsum("thd,shd->hts", q, k) * op.scale
+    if op.softcap:
+        scores = op.softcap * np.tanh(scores / op.softcap)
+    behind = run.positions[:, None] - run.positions[None]
+    scores[:, (behind < 0) | (behind >= (op.window or len(q)))] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    run.buffers[op.dst.name] = np.einsum("hts,shd->thd", weights, v).reshape(len(q), -1)
+
+
+OPS: dict[type, Callable[[Any, Run], None]] = {
+    Attention: attention,
+    Embed: embed,
+    Gather: gather,
+    Glu: glu,
+    KvWrite: kv_write,
+    MatMul: matmul,
+    Norm: norm,
+    Quantize: quantize,
+    Rope: rope,
+    RopeTable: rope_table,
+}
+"""Every op that a graph may hold."""

@@ -1,0 +1,59 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jitllm.config import EngineConfig, Probe, ResolvedConfig, resolve
+from jitllm.errors import UsageError
+
+PROBE = Probe(num_cores=2, memory_bytes=1000, tiers=("avx2", "plain"))
+
+
+def test_resolve_answers_what_was_left_open() -> None:
+    assert resolve(EngineConfig(), PROBE) == ResolvedConfig(
+        maxmem_bytes=800, threads=2, tier="avx2", page_size_tokens=64
+    )
+
+
+def test_resolve_keeps_what_was_chosen() -> None:
+    chosen = EngineConfig(
+        maxmem_bytes=0,
+        threads=7,
+        tier="plain",
+        kv_type="f32",
+        ctx_tokens=99,
+        page_size_tokens=1,
+        read_ahead="off",
+        devices="cpu",
+        prompt_chunk_tokens=7,
+    )
+    resolved = resolve(chosen, PROBE)
+    assert dataclasses.asdict(resolved) == dataclasses.asdict(chosen)
+    assert resolve(resolved, PROBE) == resolved
+
+
+def test_a_tier_that_the_cpu_lacks_is_refused_with_those_it_has() -> None:
+    with pytest.raises(UsageError, match=r"-tier 'avx512'.*choose avx2 or plain"):
+        resolve(EngineConfig(tier="avx512"), PROBE)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"threads": 0}, "-threads 0 is too small; the least is 1"),
+        ({"maxmem_bytes": -1}, "-maxmem -1"),
+        ({"ctx_tokens": 0}, "-ctx 0"),
+        ({"prompt_chunk_tokens": 0}, "-prompt-chunk 0"),
+        ({"page_size_tokens": 48}, "-page-size 48 is not a power of two"),
+        ({"kv_type": "f8"}, "-kv-type 'f8' is not available; choose f16 or f32"),
+        ({"read_ahead": "maybe"}, "-read-ahead 'maybe'"),
+    ],
+)
+def test_impossible_choices_are_refused(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EngineConfig(**choice)
+
+
+def test_a_configuration_cannot_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().threads = 3  # type: ignore[misc]
