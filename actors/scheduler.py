@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -31,9 +30,12 @@ from actors.messages import (
 )
 from jitllm.engine import Delta, Finish, Logits, Outputs, Request, Usage
 from jitllm.errors import ContextOverflow, JitllmError, UsageError
+from jitllm.log import logger
 from jitllm.schedule import plan
 from jitllm.schedule.sequence import Sequence
 from jitllm.schedule.step import Span, SpanResult
+
+_log = logger(__name__)
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class Scheduler(Actor):
         self._next_id = 0
         self._num_steps = 0
         self._replies: dict[int, _Reply] = {}
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._cancelled: set[int] = set()
         self._wake = asyncio.Event()
@@ -172,14 +174,24 @@ class Scheduler(Actor):
 
     async def _run(self) -> None:
         while True:
-            await self._drop_cancelled()
-            await self._admit()
-            spans = plan.spans(self._running, self._budget)
-            if spans:
-                await self._step(spans)
-            else:
-                await self._wake.wait()
-            self._wake.clear()
+            try:
+                await self._turn()
+            except Exception as error:  # whatever it was, nobody may wait for ever
+                _log.exception("a step failed")
+                for reply in list(self._replies.values()):
+                    if not reply.is_done:
+                        await self._end(reply, Finish.ERROR, error)
+
+    async def _turn(self) -> None:
+        """One step, or a wait for something to do."""
+        self._wake.clear()
+        await self._drop_cancelled()
+        await self._admit()
+        spans = plan.spans(self._running, self._budget)
+        if spans:
+            await self._step(spans)
+        elif not self._cancelled:
+            await self._wake.wait()
 
     async def _drop_cancelled(self) -> None:
         for request_id in list(self._cancelled):
@@ -205,12 +217,12 @@ class Scheduler(Actor):
                     )
                 )
             except JitllmError as error:
-                self._waiting.popleft()
+                self._waiting.remove(sequence)
                 self._finish(reply, Finish.ERROR, error)
                 continue
             if isinstance(opened, Refused):
                 return
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             self._running.append(sequence)
             reply.started_s = time.perf_counter()
 
@@ -262,7 +274,7 @@ class Scheduler(Actor):
         is_token = result.token is not None and finish is not Finish.STOP
         return Delta(
             tokens=(result.token,) if is_token and result.token is not None else (),
-            logprobs=(result.logprob,) if is_token else (),
+            logprobs=(result.logprob,) if is_token and reply.request.logprobs else (),
             logits=logits,
             prompt_logprobs=result.prompt_logprobs,
             finish=finish,

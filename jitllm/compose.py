@@ -139,17 +139,19 @@ async def open_engine(
         container = stack.enter_context(contextlib.closing(Container.open(path)))
         graph = graph_of(container)
         context_tokens = _context_tokens(config, graph)
-        runtime = await stack.enter_async_context(Runtime(strict=strict))
         memory = HostMemory()
+        compiler = Compiler(choose(config.tier), cache or ObjectCache(default_directory()))
+        team = stack.enter_context(Team(config.threads, compiler))
+        limits = _limits(config, graph)
+        pages, span = _kv_pages(config, graph, memory, limits.rows, context_tokens)
+        stack.enter_context(span)
+        runtime = await stack.enter_async_context(Runtime(strict=strict))
         pager = await runtime.spawn(
             Pager(container, memory, config.maxmem_bytes, config.read_ahead), "pager"
         )
         addresses = await pager.ask(Locate())
         tensors = {(t.role, t.block): t for t in container.header.tensors}
-        compiler = Compiler(choose(config.tier), cache or ObjectCache(default_directory()))
         compile_from_s = perf_counter()
-        team = stack.enter_context(contextlib.closing(Team(config.threads, compiler)))
-        limits = _limits(config, graph)
         program = HostProgram(
             (*graph.embed, *graph.tables),
             list(enumerate(graph.blocks)),
@@ -164,8 +166,6 @@ async def open_engine(
             progress=partial(progress, "compiling kernels") if progress else None,
         )
         compile_s = perf_counter() - compile_from_s
-        pages, span = _kv_pages(config, graph, memory, limits.rows, context_tokens)
-        stack.callback(span.close)
         device = await runtime.spawn(
             Device(
                 program,

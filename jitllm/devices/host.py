@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jitllm.devices.memory import Memory, Span
 from jitllm.jit.cpu import Compiler, Progress
-from jitllm.jit.team import RECORD_WORDS, Team
-from jitllm.kernels.op import MAX_ARGS, PANEL_TOKENS, Buffer, Const, Ctx, Launch, Op, Rows, Weight
+from jitllm.jit.team import Team
+from jitllm.kernels.op import PANEL_TOKENS, Buffer, Const, Ctx, Launch, Op, Rows, Weight
+from jitllm.kernels.team import RECORD_BYTES, table
 
 _ALIGN = 64
 
@@ -74,19 +75,14 @@ class HostProgram:
         sections = [prologue, *(ops for _, ops in blocks), epilogue]
         self._offsets, self.scratch_bytes = self._lay_out(sections)
         self._scratch: Span = memory.reserve(self.scratch_bytes)
-        launches: list[tuple[Launch, bool]] = []
+        launches: list[Launch] = []
         self._sections: list[Section] = []
         for ops in sections:
             start = len(launches)
             launches += self._launches(ops)
             self._sections.append(Section(start, len(launches)))
-        addresses = compiler.build((launch.kernel for launch, _ in launches), progress)
-        self._table = array("q")
-        for launch, barrier in launches:
-            args = [*launch.args, *[0] * (MAX_ARGS - len(launch.args))]
-            record = [addresses[launch.kernel], launch.count, launch.factor, int(barrier), *args]
-            assert len(record) == RECORD_WORDS
-            self._table.extend(record)
+        addresses = compiler.build((launch.kernel for launch in launches), progress)
+        self._table = array("Q", table(launches, addresses))
         self._table_address = self._table.buffer_info()[0]
 
     @staticmethod
@@ -95,11 +91,11 @@ class HostProgram:
         launches: list[Launch] = emitter.launches(op, env)
         return launches
 
-    def _launches(self, ops: Sequence[Op]) -> list[tuple[Launch, bool]]:
+    def _launches(self, ops: Sequence[Op]) -> list[Launch]:
         """Launches with barriers only where an op depends on one since the last barrier."""
         read: set[str] = set()
         written: set[str] = set()
-        found: list[tuple[Launch, bool]] = []
+        found: list[Launch] = []
         for index, op in enumerate(ops):
             reads = {b.name for b in op.reads}
             writes = {b.name for b in op.writes}
@@ -109,7 +105,7 @@ class HostProgram:
             read |= reads
             written |= writes
             for part, launch in enumerate(self._op_launches(op, self)):
-                found.append((launch, depends if part == 0 else launch.barrier))
+                found.append(launch if part else replace(launch, barrier=depends))
         return found
 
     # --- Env ---------------------------------------------------------------------------------
@@ -154,8 +150,8 @@ class HostProgram:
         """
         begin = self._sections[0 if first else 1 + start].start
         end = self._sections[-1 if last else stop].stop
-        table = self._table_address + 8 * RECORD_WORDS * begin
-        self._team.run(table, end - begin, self.step.address)
+        launches = self._table_address + RECORD_BYTES * begin
+        self._team.run(launches, end - begin, self.step.address)
 
     def rows(self, buffer: Buffer, num_rows: int) -> memoryview:
         """The first rows of a buffer, as bytes."""
