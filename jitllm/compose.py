@@ -52,7 +52,7 @@ Progress = Callable[[str, int, int], None]
 MAX_ROWS = 8
 """Sequences that one step may hold."""
 
-LOGITS_BYTES = 32 << 20
+LOGITS_BYTES = 8 << 20
 """Memory for output rows: what bounds them where the vocabulary is large."""
 
 

@@ -113,8 +113,9 @@ class Delta:
 
     tokens, logprobs: generated ids and, if asked for, the natural logarithm of their
     probability before penalties, temperature and cuts. logits: rows for the output positions of
-    this delta, if asked for. prompt_logprobs: for `Outputs.ALL`, one per prompt position of this delta except the first of
-    the prompt. finish and usage come with the last delta; error with Finish.ERROR.
+    this delta, if asked for. prompt_logprobs: for `Outputs.ALL`, one per prompt position of
+    this delta except the first of the prompt. finish and usage come with the last delta; error
+    with Finish.ERROR.
     """
 
     tokens: tuple[int, ...] = ()

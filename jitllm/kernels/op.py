@@ -189,4 +189,3 @@ class Op(Protocol):
 
     @property
     def weights(self) -> tuple[Weight, ...]: ...
-

@@ -20,9 +20,10 @@ class MatMul:
     - Quantised: for every group in order and every scale of the group in order (one of 32 weights,
       or two of 16): dot = exact integer sum of (q - bias) * a over the scale's weights;
       s = w_scale * a_scale; acc = fma(float(dot), s, acc); where the format has mins, then
-      acc = fma(-w_min, a_sum, acc) (+w_min where the min is added). w_scale = d * float(byte scale)
-      and w_min = dmin * float(byte min) under super-scales, else the f16 widened. a_sum: the f32 sum
-      in the activation's record, of the 32 or of the half that the min covers.
+      acc = fma(-w_min, a_sum, acc) (+w_min where the min is added).
+      w_scale = d * float(byte scale) and w_min = dmin * float(byte min) under super-scales, else
+      the f16 widened. a_sum: the f32 sum in the activation's record, of the 32 or of the half that
+      the min covers.
     - Float: acc = fma(float(w), x, acc) in column order.
     Then acc + bias, then acc + add.
     """

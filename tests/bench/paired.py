@@ -1,0 +1,119 @@
+"""Paired measurements: A B B A, medians of ratios, and a control of A against itself.
+
+Knows commands and the numbers they print. Judges nothing: a measurement is taken or rejected,
+because the machine was too noisy, and the caller shows it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_SPREAD = 0.10
+"""Interquartile range of the ratios over their median, above which a measurement is rejected."""
+
+Sample = Callable[[], dict[str, float]]
+"""Runs something once; its rates by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A over B for one rate. `control`: A over A, taken first, in the same way."""
+
+    name: str
+    a: float
+    b: float
+    median: float
+    spread: float
+    control: float
+    pairs: int
+
+    @property
+    def is_rejected(self) -> bool:
+        """The machine was too noisy for this to mean anything."""
+        return self.spread > MAX_SPREAD or abs(self.control - 1) > MAX_SPREAD
+
+    def __str__(self) -> str:
+        verdict = "rejected: too noisy" if self.is_rejected else "taken"
+        return (
+            f"{self.name}: {self.median:.2f}x (A {self.a:.1f}, B {self.b:.1f} tok/s, spread "
+            f"{self.spread:.1%}, A/A {self.control:.2f}x, {self.pairs} pairs; {verdict})"
+        )
+
+
+def compare(a: Sample, b: Sample, pairs: int) -> list[Ratio]:
+    """Measure `a` against `b` in `pairs` pairs of alternating order, after a control of `a`.
+
+    The first run of each is thrown away.
+    """
+    with _alone():
+        a(), b()
+        control = _pairs(a, a, max(pairs // 3, 2))
+        taken = _pairs(a, b, pairs)
+    return [_ratio(name, taken, control) for name in sorted(taken[0][0])]
+
+
+def _pairs(a: Sample, b: Sample, count: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+    found = []
+    for index in range(count):
+        if index % 2:
+            second = b()
+            found.append((a(), second))
+        else:
+            first = a()
+            found.append((first, b()))
+    return found
+
+
+def _ratio(
+    name: str,
+    taken: list[tuple[dict[str, float], dict[str, float]]],
+    control: list[tuple[dict[str, float], dict[str, float]]],
+) -> Ratio:
+    ratios = [a[name] / b[name] for a, b in taken]
+    quarters = statistics.quantiles(ratios, n=4)
+    middle = statistics.median(ratios)
+    return Ratio(
+        name=name,
+        a=statistics.median(a[name] for a, _ in taken),
+        b=statistics.median(b[name] for _, b in taken),
+        median=middle,
+        spread=(quarters[2] - quarters[0]) / middle,
+        control=statistics.median(a[name] / b[name] for a, b in control),
+        pairs=len(ratios),
+    )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One measurement at a time on this machine."""
+    with (Path(tempfile.gettempdir()) / f"jitllm-bench-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def jitllm_speed(command: list[str], prompt: int, decode: int) -> dict[str, float]:
+    """One repetition of `jitllm speed`: medians of its samples."""
+    flags = ["-p", str(prompt), "-n", str(decode), "-r", "1", "-json"]
+    found = json.loads(_output([*command, *flags]))
+    return {"prefill": found["prefill_tok_s"], "decode": found["decode_tok_s"]}
+
+
+def llama_bench(command: list[str], prompt: int, decode: int) -> dict[str, float]:
+    """One repetition of llama.cpp's `llama-bench`."""
+    flags = ["-p", str(prompt), "-n", str(decode), "-r", "1", "-o", "json"]
+    rows = json.loads(_output([*command, *flags]))
+    names = {True: "prefill", False: "decode"}
+    return {names[row["n_prompt"] > 0]: row["avg_ts"] for row in rows}
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
