@@ -13,6 +13,13 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 
+MAX_TOP_LOGPROBS = 20
+"""Likeliest tokens that can be named at a position."""
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, natural logarithm of its probability), most likely first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is drawn. The defaults are greedy.
@@ -20,7 +27,8 @@ class Sampling:
     temperature: 0 takes the most likely token. top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0
     keeps all. repeat_penalty: 1 is none, over the last `repeat_last_n`
     tokens (-1: all of them). seed: replies with
-    the same seed are equal, whatever else runs beside them.
+    the same seed are equal, whatever else runs beside them. logit_bias: (token id, added to its
+    logit before anything else).
     """
 
     temperature: float = 0.0
@@ -32,6 +40,14 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class Priority(StrEnum):
+    """Which waiting request is admitted first."""
+
+    NORMAL = "normal"
+    HIGH = "high"
 
 
 class Outputs(StrEnum):
@@ -51,7 +67,8 @@ class Request:
     position. outputs ALL: every prompt position is an output, and `Delta.prompt_logprobs` says
     how likely each prompt token was after the ones before it. logprobs: say how likely each
     generated token was (it costs a pass over the vocabulary). chunk_tokens: most prompt tokens
-    computed in one step; None leaves it to the engine.
+    computed in one step; None leaves it to the engine. top_logprobs: how many of the likeliest
+    tokens to name at every position that gives a log-probability, at most MAX_TOP_LOGPROBS.
     """
 
     prompt: tuple[int, ...]
@@ -60,6 +77,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     logits: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    priority: Priority = Priority.NORMAL
     outputs: Outputs = Outputs.LAST
     chunk_tokens: int | None = None
 
@@ -75,10 +94,14 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a reply cost. Times in seconds, from the moment the request was submitted."""
+    """What a reply cost. Times in seconds, from the moment the request was submitted.
+
+    cached_tokens: tokens of the prompt whose keys and values existed already.
+    """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cached_tokens: int = 0
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -115,13 +138,16 @@ class Delta:
     probability before penalties, temperature and cuts. logits: rows for the output positions of
     this delta, if asked for. prompt_logprobs: for `Outputs.ALL`, one per prompt position of
     this delta except the first of the prompt. finish and usage come with the last delta; error
-    with Finish.ERROR.
+    with Finish.ERROR. top_logprobs, prompt_top_logprobs: for each entry of logprobs and
+    prompt_logprobs the likeliest (token id, logprob) pairs, most likely first, if asked for.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     logits: Logits | None = None
     prompt_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     finish: Finish | None = None
     usage: Usage | None = None
     error: Exception | None = None

@@ -87,6 +87,15 @@ class ContextOverflow(JitllmError):
         self.ctx_tokens = ctx_tokens
 
 
+class QueueFull(JitllmError):
+    """As many requests wait as may wait; nothing was taken in."""
+
+    def __init__(self, max_queue: int, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"{max_queue} requests wait already", f"try again in {retry_after_s:g} s")
+        self.max_queue = max_queue
+        self.retry_after_s = retry_after_s
+
+
 class PageError(JitllmError):
     """Paging in failed: a short read, an I/O error or a wrong checksum."""
 

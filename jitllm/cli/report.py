@@ -128,7 +128,7 @@ def _memory_lines(header: Header, stats: EngineStats) -> list[str]:
             "memory",
             f"budget {format_size(pages.budget_bytes)}",
             f"weights {format_size(weight_bytes(header))}",
-            f"KV {format_size(stats.kv_bytes)} for {stats.context_tokens} tokens",
+            f"KV as it grows, for {stats.context_tokens} tokens at most",
             f"{format_size(weight_bytes_per_token(header))} of weights per token",
         )
     ]
