@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that can be named at a position."""
 
