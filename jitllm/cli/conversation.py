@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitllm.cli import report
-from jitllm.cli.asking import Asked, Language, Turn, user
+from jitllm.cli.asking import Asked, Turn, chat_ids, user
 from jitllm.cli.interrupts import finished, raised
 from jitllm.cli.loading import opened
 from jitllm.cli.reply import Reply
@@ -27,14 +27,14 @@ async def converse(path: Path, config: EngineConfig, asked: Asked) -> int:
     the program, by KeyboardInterrupt.
     """
     async with opened(path, config) as loaded:
-        language, turns = Language(loaded), asked.turns()
-        language.chat_ids([*turns, user("?")])  # refuses a model that cannot hold a conversation
+        turns = asked.turns()
+        chat_ids(loaded, [*turns, user("?")])  # refuses a model that cannot hold a conversation
         for line in report.before(loaded, await loaded.engine.stats()):
             note(line)
         note(f"{EXIT} or Ctrl-D ends, Ctrl-C stops a reply")
         while (question := _question()) is not None:
             if question:
-                turns += await _exchange(loaded, language, asked, turns, user(question))
+                turns += await _exchange(loaded, asked, turns, user(question))
         return 0
 
 
@@ -51,13 +51,11 @@ def _question() -> str | None:
     return None if line == EXIT else line
 
 
-async def _exchange(
-    loaded: Loaded, language: Language, asked: Asked, turns: list[Turn], question: Turn
-) -> list[Turn]:
+async def _exchange(loaded: Loaded, asked: Asked, turns: list[Turn], question: Turn) -> list[Turn]:
     """The question and its answer; nothing if the model could not answer."""
-    reply = Reply(language.tokenizer, asked.stops, say)
+    reply = Reply(loaded.tokenizer, asked.stops, say)
     try:
-        request = asked.request(loaded, language.chat_ids([*turns, question]))
+        request = asked.request(loaded, chat_ids(loaded, [*turns, question]))
         await finished(reply.run(loaded.engine, request))
     except JitllmError as error:
         note(f"jitllm: {error}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jitllm.cli import report
-from jitllm.cli.asking import Asked, Language, user
+from jitllm.cli.asking import Asked, chat_ids, text_ids, user
 from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
 from jitllm.cli.loading import opened
@@ -118,15 +118,14 @@ async def _answer(
     path: Path, config: EngineConfig, asked: Asked, text: str, chat: bool, json: bool
 ) -> int:
     async with opened(path, config) as loaded:
-        language = Language(loaded)
         turns = [*asked.turns(), user(text)]
-        prompt_ids = language.chat_ids(turns) if chat else language.text_ids(text)
+        prompt_ids = chat_ids(loaded, turns) if chat else text_ids(loaded, text)
         start = await loaded.engine.stats()
         _note_all(report.before(loaded, start))
         is_echoed = not (chat or json) and len(prompt_ids) <= start.context_tokens
         if is_echoed:
             say(text)
-        reply = Reply(language.tokenizer, asked.stops, (lambda text: None) if json else say)
+        reply = Reply(loaded.tokenizer, asked.stops, (lambda text: None) if json else say)
         try:
             is_finished = await finished(
                 reply.run(loaded.engine, asked.request(loaded, prompt_ids))

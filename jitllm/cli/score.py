@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jitllm.cli import report
-from jitllm.cli.asking import Language
+from jitllm.cli.asking import text_ids
 from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
 from jitllm.cli.loading import opened
@@ -27,6 +27,7 @@ from jitllm.units import format_duration, format_rate
 
 if TYPE_CHECKING:
     from jitllm.cli.npz import LogitsFile
+    from jitllm.compose import Loaded
 
 EXAMPLES = """
     jitllm score model.jlm "The capital of France is Paris."
@@ -116,8 +117,7 @@ async def _score(
     json: bool,
 ) -> int:
     async with opened(path, config) as loaded:
-        language = Language(loaded)
-        ids = language.text_ids(given) if isinstance(given, str) else given
+        ids = text_ids(loaded, given) if isinstance(given, str) else given
         _check_ids(ids, loaded.graph.vocab)
         for line in report.before(loaded, await loaded.engine.stats()):
             note(line)
@@ -136,7 +136,7 @@ async def _score(
         if json:
             print_json(_json(ids, scored))
         else:
-            say(_table(language, ids, scored))
+            say(_table(loaded, ids, scored))
         note(_summary(len(ids), scored))
         return 0 if is_finished else INTERRUPTED
 
@@ -200,12 +200,12 @@ def _json(ids: list[int], scored: Scored) -> dict[str, Any]:
     }
 
 
-def _table(language: Language, ids: list[int], scored: Scored) -> str:
+def _table(loaded: Loaded, ids: list[int], scored: Scored) -> str:
     """A line for each token: place, id, piece, negative log-likelihood."""
     lines = []
     for index, token_id in enumerate(ids[: len(scored.logprobs) + 1]):
         piece = jsonlib.dumps(
-            language.tokenizer.piece(token_id).decode(errors="replace"), ensure_ascii=False
+            loaded.tokenizer.piece(token_id).decode(errors="replace"), ensure_ascii=False
         )
         nll = f"{-scored.logprobs[index - 1]:.4f}" if index else "-"
         lines.append(f"{index:6} {token_id:8} {nll:>9}  {piece}\n")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jitllm.cli import report
-from jitllm.cli.asking import Language
+from jitllm.cli.asking import text_ids
 from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
 from jitllm.cli.loading import opened
@@ -79,7 +79,7 @@ async def _measure(
         for line in report.before(loaded, start):
             note(line)
         samples = Samples()
-        ids = Language(loaded).text_ids(SENTENCE)
+        ids = text_ids(loaded, SENTENCE)
         prompt = tuple(islice(cycle(ids), num_prompt))
         is_finished = await finished(
             _repeat(loaded.engine, prompt, ids[0], num_decode, repetitions, samples)

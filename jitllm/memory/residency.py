@@ -4,6 +4,9 @@ Knows the order in which blocks are used and what each one takes. Knows no memor
 clock; nothing here waits. A forward pass is a cyclic scan of the blocks, so what was used last is
 needed last: evicting the most recently used block is the optimum, N(N-F)/(N-1) page-ins a scan of
 N blocks under F frames. The least recently used one would be worth nothing: N a scan.
+
+Runs of blocks are pinned and used as runs, and looked at block by block only when one must go: a
+scan of blocks that are all there costs the same however many they are.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class Residency:
         self.frames = frames
         self._reading: set[int] = set()
         self._resident: OrderedDict[int, None] = OrderedDict()  # the most recently used one last
-        self._pins: Counter[int] = Counter()
+        self._uses: dict[range, None] = {}  # since then, the latest one last
+        self._pins: Counter[range] = Counter()
 
     @property
     def num_blocks(self) -> int:
@@ -68,6 +72,8 @@ class Residency:
 
     def run_stop(self, start: int, stop: int) -> int:
         """The end of the longest run of resident blocks `[start, end)` within `[start, stop)`."""
+        if len(self._resident) == len(self.block_bytes):
+            return stop
         return next((block for block in range(start, stop) if block not in self._resident), stop)
 
     def admit(self, block: int) -> tuple[int, ...] | None:
@@ -76,7 +82,7 @@ class Residency:
         A single block is admitted whatever the budget. None: what is pinned leaves no room now.
         """
         victims = self._victims(block)
-        if victims is None and not any(self._pins[other] for other in self._resident):
+        if victims is None and not any(map(self._is_pinned, self._resident)):
             victims = tuple(self._unpinned()) if not self._reading else None
         return self._begin(block, victims)
 
@@ -97,21 +103,30 @@ class Residency:
 
     def use(self, start: int, stop: int) -> None:
         """Resident blocks `[start, stop)` are used, in this order."""
-        for block in range(start, stop):
-            self._resident.move_to_end(block)
+        run = range(start, stop)
+        self._uses.pop(run, None)
+        self._uses[run] = None
 
-    def pin(self, block: int) -> None:
-        """Keep `block`, resident or being read, until as many `unpin`."""
-        self._pins[block] += 1
+    def pin(self, start: int, stop: int | None = None) -> None:
+        """Keep block `start`, or `[start, stop)`, until as many `unpin` of the same.
 
-    def unpin(self, block: int) -> None:
-        """Take one pin off `block`."""
-        if not self._pins[block]:
-            raise ValueError(f"block {block} is not pinned")
-        self._pins[block] -= 1
+        Each of them is resident or being read.
+        """
+        self._pins[_run(start, stop)] += 1
+
+    def unpin(self, start: int, stop: int | None = None) -> None:
+        """Take one `pin` of block `start`, or of `[start, stop)`, off."""
+        run = _run(start, stop)
+        if not self._pins[run]:
+            raise ValueError(f"block {start} is not pinned")
+        self._pins[run] -= 1
+        if not self._pins[run]:
+            del self._pins[run]
 
     def trim(self) -> tuple[int, ...]:
         """Evict until the budget holds or one block is left; what went."""
+        if self.frames.fits(0):
+            return ()
         victims = []
         for block in tuple(self._unpinned()):
             if self.frames.fits(0) or self.num_held == 1:
@@ -126,11 +141,18 @@ class Residency:
         assert not self._reading & self._resident.keys(), (self._reading, self._resident)
         held = sum(self.block_bytes[block] for block in (*self._reading, *self._resident))
         assert held == self.frames.frame_bytes, (held, self.frames.frame_bytes)
-        assert all(pins >= 0 for pins in self._pins.values()), self._pins
+        assert all(pins > 0 for pins in self._pins.values()), self._pins
 
     def _unpinned(self) -> Iterator[int]:
         """Resident blocks that may go, in the order in which they do."""
-        return (block for block in reversed(self._resident) if not self._pins[block])
+        for run in self._uses:
+            for block in run:
+                self._resident.move_to_end(block)
+        self._uses.clear()
+        return (block for block in reversed(self._resident) if not self._is_pinned(block))
+
+    def _is_pinned(self, block: int) -> bool:
+        return any(block in run for run in self._pins)
 
     def _victims(self, block: int) -> tuple[int, ...] | None:
         """What must go before `block` fits, or None when it does not even then."""
@@ -157,3 +179,7 @@ class Residency:
     def _evict(self, block: int) -> None:
         del self._resident[block]
         self.frames.free(block)
+
+
+def _run(start: int, stop: int | None) -> range:
+    return range(start, start + 1 if stop is None else stop)

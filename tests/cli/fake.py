@@ -29,6 +29,7 @@ from jitllm.engine import (
     Usage,
 )
 from jitllm.errors import ContextOverflow
+from jitllm.text.chat import ChatTemplate
 from jitllm.text.tokenizer import StreamDecoder
 
 Jitllm = Callable[..., Any]
@@ -213,6 +214,7 @@ class Opener:
             engine=self.engine,
             tokenizer=ByteTokenizer(),
             header=header(self.template),
+            chat=ChatTemplate(self.template) if self.template else None,
             config=self.config,
             graph=SimpleNamespace(width=8, vocab=VOCAB, num_blocks=NUM_BLOCKS, context_length=4096),
             compiled_kernels=self.compiled_kernels,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,20 @@ def golden(name: str) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
 
     name: a model, or a weight type of `llama-q`.
     """
+    return _array(name, "tokens"), _truth(name, "logits")
+
+
+def greedy(name: str) -> list[int]:
+    """Ids of the greedy reply to the tokens of `golden`, by the same choice of truth."""
+    return _truth(name, "greedy").tolist()
+
+
+def _truth(name: str, key: str) -> NDArray[Any]:
+    return next(a for suffix in ("_exact", "_ref", "") if (a := _array(name, key + suffix)).size)
+
+
+def _array(name: str, key: str) -> NDArray[Any]:
+    """An array of a golden file, empty if it is not there."""
     folder = DATA / "golden" / "quants" if name in WEIGHT_TYPES else DATA / "golden"
     with np.load(folder / f"{name}.npz") as arrays:
-        best = next(k for k in ("logits_exact", "logits_ref", "logits") if k in arrays)
-        return arrays["tokens"], arrays[best]
+        return arrays[key] if key in arrays else np.empty(0)

@@ -15,15 +15,25 @@ from jitllm.jit.cpu import Compiler
 from jitllm.jit.emit import Kernel, f32v, i32
 from jitllm.jit.tiers import PLAIN, TIERS, Tier, missing
 from jitllm.kernels.op import Buffer, Rows
-from jitllm.kernels.sample import RECORD_BYTES, Sample, Sampled, Settings
+from jitllm.kernels.sample import (
+    PAIR_BYTES,
+    RECORD_BYTES,
+    Sample,
+    Sampled,
+    Settings,
+    pack_pairs,
+    unpack_top,
+)
 from jitllm.kernels.sample import cpu as sample_cpu
 from jitllm.kernels.sample.reference import (
+    add_biases,
     candidates,
     log_probability,
     penalise,
     philox,
     random_bits,
     sample,
+    top_list,
 )
 from tests.ops.harness import Guarded, Rig, piece
 
@@ -38,22 +48,51 @@ def run(
     tier: Tier,
     histories: Sequence[Sequence[int]] | None = None,
     pieces: int = 1,
+    biases: Sequence[Sequence[tuple[int, float]]] | None = None,
 ) -> list[Sampled]:
     """The results of every row; the logits are untouched."""
+    return run_top(logits, settings, tier, 0, histories, pieces, biases)[0]
+
+
+def run_top(
+    logits: Floats,
+    settings: Sequence[Settings],
+    tier: Tier,
+    num_top: int,
+    histories: Sequence[Sequence[int]] | None = None,
+    pieces: int = 1,
+    biases: Sequence[Sequence[tuple[int, float]]] | None = None,
+) -> tuple[list[Sampled], list[bytes]]:
+    """The results of every row and its top list; the logits are untouched."""
     rows, vocab = logits.shape
     kept = [np.array(h, np.int32) for h in histories or [()] * rows]
+    added = [np.frombuffer(pack_pairs(b), np.uint8) for b in biases or [()] * rows]
     records = Guarded(rows * RECORD_BYTES)
+    tops = [Guarded(num_top * PAIR_BYTES, fill=0x55) for _ in range(rows)]
     records.view[:] = np.frombuffer(
-        b"".join(s.pack(h.ctypes.data, len(h)) for s, h in zip(settings, kept, strict=True)),
+        b"".join(
+            s.pack(
+                h.ctypes.data,
+                len(h),
+                bias=b.ctypes.data,
+                num_bias=len(b) // PAIR_BYTES,
+                top=t.address,
+                num_top=num_top,
+            )
+            for s, h, b, t in zip(settings, kept, added, tops, strict=True)
+        ),
         np.uint8,
     )
     rig = Rig(0, rows, arrays={"logits": logits}, sampling=records)
     op = Sample(Buffer("logits", vocab, Rows.OUTPUTS), Sample.scratch_buffer("scratch", vocab))
     rig.run(op, tier, pieces)
     records.check()
+    for top in tops:
+        top.check()
     assert rig.value("logits").tobytes() == logits.tobytes()
     table = records.view.reshape(rows, RECORD_BYTES)
-    return [Sampled.unpack(table[r].tobytes()) for r in range(rows)]
+    results = [Sampled.unpack(table[r].tobytes()) for r in range(rows)]
+    return results, [top.view.tobytes() for top in tops]
 
 
 def bits(results: Sequence[Sampled]) -> bytes:
@@ -103,7 +142,53 @@ def test_greedy_edges(tier: Tier) -> None:
     assert [r.token for r in hot] == [0, 1, 0, 1]
 
 
-# --- penalties ------------------------------------------------------------------------------------
+# --- biases and penalties -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("vocab", [1, 5, 16, 37, 300])
+def test_biases(tier: Tier, vocab: int) -> None:
+    """Added once for each time that an id is listed, before penalties; log-probabilities are of
+    the logits as they came; ids outside the vocabulary are skipped."""
+    rng = np.random.default_rng(vocab)
+    rows = 30
+    logits = normal(rows, vocab)
+    settings, biases, histories = [], [], []
+    for row in range(rows):
+        settings.append(
+            Settings(
+                seed=row,
+                temperature=0.0 if row % 3 else 0.9,
+                repeat_penalty=1.5 if row % 2 else 1.0,
+                target=row % vocab,
+                want_logprob=True,
+            )
+        )
+        ids = [*rng.integers(0, vocab, row).tolist(), -1, vocab, 2**31 - 1]
+        biases.append([(i, float(b)) for i, b in zip(ids, rng.normal(0, 9, len(ids)), strict=True)])
+        histories.append(rng.integers(0, vocab, row).tolist())
+    results = run(logits, settings, tier, histories, biases=biases)
+    expected = [
+        sample(x, s, h, b) for x, s, h, b in zip(logits, settings, histories, biases, strict=True)
+    ]
+    assert [r.token for r in results] == [e.token for e in expected]
+    plain = run(logits, settings, tier, histories)
+    assert [r.target_logprob for r in results] == [r.target_logprob for r in plain]
+    assert bits(run(logits, settings, PLAIN, histories, 3, biases)) == bits(results)
+    if vocab > 1:
+        assert [r.token for r in results] != [r.token for r in plain]
+
+
+@pytest.mark.parametrize("tier", HERE)
+def test_biases_ban_and_force(tier: Tier) -> None:
+    """-inf takes an id out of a draw, a large bias leaves nothing else."""
+    logits = normal(8, 20)
+    hot = [Settings(seed=s, temperature=2.0, top_p=0.9) for s in range(8)]
+    banned = [[(i, -math.inf) for i in range(20) if i != row] for row in range(8)]
+    assert [r.token for r in run(logits, hot, tier, biases=banned)] == list(range(8))
+    forced = [[(7, 100.0)]] * 8
+    assert [r.token for r in run(logits, hot, tier, biases=forced)] == [7] * 8
+    assert add_biases(logits[0], [(7, 1.0), (7, 1.0)])[7] == logits[0, 7] + np.float32(2)
 
 
 @pytest.mark.parametrize("tier", HERE)
@@ -252,6 +337,55 @@ def test_log_probabilities(tier: Tier) -> None:
     assert ends[0] == -math.inf
     assert math.isnan(ends[1])
     assert math.isnan(ends[2])
+
+
+# --- the likeliest ids ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 33, 70, 1000, 5003])
+@pytest.mark.parametrize("num_top", [1, 2, 5, 20])
+def test_top_lists(tier: Tier, vocab: int, num_top: int) -> None:
+    """The reference's ids, ties to the lowest; bit-equal on the tiers; whatever the settings."""
+    rows = 8
+    logits = normal(rows, vocab)
+    logits[1] = np.round(logits[1] / 3)  # ties everywhere, both zeros among them
+    logits[2] = 1.0
+    logits[3, 1::2] = np.nan
+    logits[4, 1::2] = -np.inf
+    logits[5] = np.sort(logits[5])  # every element enters the list
+    logits[6] *= 30
+    settings = [
+        Settings(temperature=row % 2, repeat_penalty=1.3, top_p=0.9, want_logprob=row % 3 == 0)
+        for row in range(rows)
+    ]
+    biases = [[(0, 5.0)] * (row % 2) for row in range(rows)]
+    histories = [[0]] * rows
+    results, tops = run_top(logits, settings, tier, num_top, histories, biases=biases)
+    for x, top in zip(logits, tops, strict=True):
+        found, expected = unpack_top(top), top_list(x, num_top)
+        assert [i for i, _ in found] == [i for i, _ in expected]
+        np.testing.assert_allclose(
+            [p for _, p in found], [p for _, p in expected], rtol=1e-6, atol=1e-6
+        )
+    assert run_top(logits, settings, tier, num_top, histories, 3, biases)[1] == tops
+    assert run_top(logits, settings, PLAIN, num_top, histories, 1, biases)[1] == tops
+    without = run(logits, settings, tier, histories, biases=biases)
+    assert bits(results) == bits(without)
+
+
+@pytest.mark.parametrize("tier", HERE)
+def test_top_lists_hold_what_has_a_probability(tier: Tier) -> None:
+    """Short where few ids have one, empty where none has; the unused end is (-1, NaN)."""
+    nan, inf = math.nan, math.inf
+    rows = [[nan] * 4, [-inf] * 4, [0, inf, nan, 1], [nan, 2, -inf, nan], [-inf, 1, 1, 0]]
+    logits = np.array(rows, np.float32)
+    _, tops = run_top(logits, [Settings()] * 5, tier, 3)
+    assert [[i for i, _ in unpack_top(t)] for t in tops] == [[], [], [], [1], [1, 2, 3]]
+    assert unpack_top(tops[3]) == ((1, 0.0),)
+    ends = np.frombuffer(tops[3], np.dtype([("id", "i4"), ("logprob", "f4")]))[1:]
+    assert (ends["id"] == -1).all()
+    assert np.isnan(ends["logprob"]).all()
 
 
 # --- the pieces that it is made of ----------------------------------------------------------------

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 from jitllm.kernels.op import Buffer, Rows, Weight
 
 RECORD_BYTES = 128
-"""One sampling record: two cache lines, settings and then results."""
+"""One sampling record: two cache lines. The first holds settings, the second begins with results."""
+
+PAIR_BYTES = 8
+"""One pair of an i32 token id and an f32: an entry of the bias list and of the top list."""
 
 
 class Field(IntEnum):
     """Byte offset of each field of a record.
 
-    SEED, POSITION, HISTORY: u64. NUM_HISTORY: u32. TOP_K, TARGET, FLAGS, TOKEN: i32. The rest f32.
+    SEED, POSITION and the addresses HISTORY, BIAS and TOP: u64. NUM_HISTORY, NUM_BIAS, NUM_TOP:
+    u32. TOP_K, TARGET, FLAGS, TOKEN: i32. The rest f32.
     TOKEN, TOKEN_LOGPROB and TARGET_LOGPROB are written, everything else is read.
     """
 
@@ -35,6 +40,10 @@ class Field(IntEnum):
     TOKEN = 64
     TOKEN_LOGPROB = 68
     TARGET_LOGPROB = 72
+    BIAS = 80
+    TOP = 88
+    NUM_BIAS = 96
+    NUM_TOP = 100
 
 
 WANT_LOGPROB = 1
@@ -48,6 +57,18 @@ WEIGHT_BITS = 40
 
 _SETTINGS = struct.Struct("<QQQIiffffffii")
 _RESULTS = struct.Struct("<iff")
+_LISTS = struct.Struct("<QQII")
+_PAIR = struct.Struct("<if")
+
+
+def pack_pairs(pairs: Iterable[tuple[int, float]]) -> bytes:
+    """A bias list: PAIR_BYTES for each (token id, bias)."""
+    return b"".join(_PAIR.pack(token, bias) for token, bias in pairs)
+
+
+def unpack_top(area: bytes | bytearray | memoryview) -> tuple[tuple[int, float], ...]:
+    """The (token id, log-probability) pairs of a top list, without its unused end."""
+    return tuple((token, logprob) for token, logprob in _PAIR.iter_unpack(area) if token >= 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +92,19 @@ class Settings:
     target: int = -1
     want_logprob: bool = False
 
-    def pack(self, history: int = 0, num_history: int = 0) -> bytes:
-        """The record, results zero. history: address of `num_history` i32 ids to penalise; they
-        must stay there until the step is done."""
+    def pack(
+        self,
+        history: int = 0,
+        num_history: int = 0,
+        *,
+        bias: int = 0,
+        num_bias: int = 0,
+        top: int = 0,
+        num_top: int = 0,
+    ) -> bytes:
+        """The record, results zero. history: address of `num_history` i32 ids to penalise. bias:
+        address of `num_bias` pairs (`pack_pairs`). top: address of room for `num_top` pairs. All
+        of it must stay there until the step is done."""
         settings = _SETTINGS.pack(
             self.seed % 2**64,
             self.position,
@@ -89,7 +120,8 @@ class Settings:
             self.target,
             WANT_LOGPROB if self.want_logprob else 0,
         )
-        return settings.ljust(RECORD_BYTES, b"\0")
+        lists = _LISTS.pack(bias, top, num_bias, num_top)
+        return (settings.ljust(Field.BIAS, b"\0") + lists).ljust(RECORD_BYTES, b"\0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +143,13 @@ class Sample:
     """One token per output from `logits`, f32 [outputs, vocab], which are never written.
 
     `Ctx.SAMPLING` addresses one record (`Field`) per output. scratch: `scratch_buffer`, for the
-    penalised logits and the candidates; greedy sampling without penalties does not touch it.
+    changed logits and the candidates; greedy sampling without biases and penalties does not touch
+    it.
 
     A NaN counts as absent. The stages, in this order:
 
+    0. Biases: for each pair of the record's bias list, in its order, l = l + bias. Ids outside the
+       vocabulary are skipped.
     1. Penalties, where `repeat`, `frequency` or `presence` is on. c = how often an id occurs in the
        history (ids outside the vocabulary are skipped). Where c > 0:
        l = (l <= 0 ? l * repeat : l / repeat) - (float(c) * frequency + presence).
@@ -131,9 +166,13 @@ class Sample:
     could matter. R is the first two words (low word first) of Philox4x32-10 (Salmon et al., 2011)
     with the counter (position low, position high, 0, 0) and the key (seed low, seed high).
 
-    Log-probabilities are of the logits as they came, without penalties or temperature:
+    Log-probabilities are of the logits as they came, without biases, penalties or temperature:
     (l - m) - ln(float(W) 2^-40), W the sum of floor(exp(l - m) 2^40) over the vocabulary. NaN
     where not asked for, where the id is outside the vocabulary, and where m is not finite.
+
+    The top list, where NUM_TOP > 0: pairs (id, log-probability) of the NUM_TOP largest logits above
+    -inf, larger first, then lower id. What is left of it is (-1, NaN): all of it where m is not
+    finite.
     """
 
     logits: Buffer

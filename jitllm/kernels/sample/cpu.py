@@ -15,6 +15,7 @@ from jitllm.jit.emit import LANES, Kernel, Value, Var, f32, f32v, i1, i32, i32v,
 from jitllm.kernels.op import Count, Ctx, Env, KernelSpec, Launch
 from jitllm.kernels.sample import (
     MIN_TEMPERATURE,
+    PAIR_BYTES,
     RECORD_BYTES,
     WANT_LOGPROB,
     WEIGHT_BITS,
@@ -81,13 +82,31 @@ def emit(k: Kernel) -> None:
         record = k.ctx(Ctx.SAMPLING) + item * RECORD_BYTES
         ids = scratch + (k.arg(SCRATCH_STRIDE) >> 1)
         row = _List(k, k.var(raw), k.var(vocab), k.var(0, i1), scratch, ids)
+        _add_biases(row, record)
         _penalise(row, record)
         token = _choose(row, record)
         k.store(token, record + Field.TOKEN)
         _log_probabilities(k, raw, vocab, token, record)
 
 
-# --- penalties ----------------------------------------------------------------------------------
+# --- biases and penalties -----------------------------------------------------------------------
+
+
+def _add_biases(row: _List, record: Value) -> None:
+    """A copy of the logits in scratch, each bias added; nothing where there is none."""
+    k, vocab = row.k, row.count.get()
+    num_bias = k.load(record + Field.NUM_BIAS, i32).zext(i64)
+    with k.if_(num_bias > 0):
+        with row.blocks() as (i, x):
+            k.store(x, row.scratch + i * 4)
+        pairs = k.load(record + Field.BIAS, i64)
+        with k.loop(0, num_bias) as i:
+            pair = pairs + i * PAIR_BYTES
+            token = k.load(pair, i32).zext(i64)
+            with k.if_(token < vocab):
+                at = row.scratch + token * 4
+                k.store(k.load(at, f32) + k.load(pair + 4, f32), at)
+        row.values.set(row.scratch)
 
 
 def _penalise(row: _List, record: Value) -> None:
@@ -101,24 +120,23 @@ def _penalise(row: _List, record: Value) -> None:
     with k.if_(wanted & (num_history > 0)):
         _count_history(row, record, num_history)
         with row.blocks() as (i, x):
-            at = row.scratch + i * 4
-            count = k.load(at, i32v)
+            count = k.load(row.ids + i * 4, i32v)
             scaled = k.select(x <= 0.0, x * repeat, x / k.splat(repeat))
             y = scaled - (count.to_float() * frequency + k.splat(presence))
-            k.store(k.select(count > 0, y, x), at)
+            k.store(k.select(count > 0, y, x), row.scratch + i * 4)
         row.values.set(row.scratch)
 
 
 def _count_history(row: _List, record: Value, num_history: Value) -> None:
-    """How often each id occurs, i32 [vocab] in scratch."""
+    """How often each id occurs, i32 [vocab] in the second half of scratch."""
     k, vocab = row.k, row.count.get()
     history = k.load(record + Field.HISTORY, i64)
     with k.loop(0, vocab, LANES) as i:
-        k.store(k.const(0, i32v), row.scratch + i * 4)
+        k.store(k.const(0, i32v), row.ids + i * 4)
     with k.loop(0, num_history) as i:
         token = k.load(history + i * 4, i32).zext(i64)
         with k.if_(token < vocab):
-            at = row.scratch + token * 4
+            at = row.ids + token * 4
             k.store(k.load(at, i32) + 1, at)
 
 
@@ -354,7 +372,8 @@ def _log_probabilities(k: Kernel, raw: Value, vocab: Value, token: Value, record
     wants_target = target.zext(i64) < vocab
     k.store(nan, record + Field.TOKEN_LOGPROB)
     k.store(nan, record + Field.TARGET_LOGPROB)
-    with k.if_(wants_token | wants_target):
+    num_top = k.load(record + Field.NUM_TOP, i32).zext(i64)
+    with k.if_(wants_token | wants_target | (num_top > 0)):
         row = _List(k, k.var(raw), k.var(vocab), k.var(0, i1), raw, raw)
         top = _largest(row)
         total = _sum(row, _weights(k, top, k.const(1.0, f32)))
@@ -367,3 +386,54 @@ def _log_probabilities(k: Kernel, raw: Value, vocab: Value, token: Value, record
                 value = (k.load(raw + token_id.zext(i64) * 4, f32) - top) - log_total
                 # One NaN, whatever its history.
                 k.store(k.select(value.eq(value), value, nan), record + field)
+        with k.if_(num_top > 0):
+            _write_top(row, record, num_top, lambda x: (x - top) - log_total)
+
+
+def _write_top(
+    row: _List, record: Value, num_top: Value, log_probability: Callable[[Value], Value]
+) -> None:
+    """The top list, in order; (-1, NaN) beyond its last pair."""
+    k = row.k
+    pairs = k.load(record + Field.TOP, i64)
+    _list_largest(row, pairs, num_top)
+    with k.loop(0, num_top) as i:
+        pair = pairs + i * PAIR_BYTES
+        token, value = k.load(pair, i32), log_probability(k.load(pair + 4, f32))
+        is_real = (token >= 0) & value.eq(value)
+        k.store(k.select(is_real, token, k.const(-1, i32)), pair)
+        k.store(k.select(is_real, value, k.const(NAN, f32)), pair + 4)
+
+
+def _list_largest(row: _List, pairs: Value, count: Value) -> None:
+    """The `count` largest elements above -inf as pairs (index, value), in order; (-1, -inf) beyond
+    them. Few elements exceed the last of the list so far, so inserting each is cheap."""
+    k = row.k
+    with k.loop(0, count) as i:
+        k.store(k.const(-1, i32), pairs + i * PAIR_BYTES)
+        k.store(k.const(-INF, f32), pairs + i * PAIR_BYTES + 4)
+    last = pairs + (count - 1) * PAIR_BYTES
+    least = k.var(k.const(-INF, f32))
+    with row.blocks() as (i, x):
+        hits = k.var(k.mask(x > least.get()))
+        with k.while_(lambda: hits.get().ne(0)):
+            index = i + k.trailing_zeros(hits.get()).zext(i64)
+            hits.set(hits.get() & (hits.get() - 1))
+            value = k.load(row.values.get() + index * 4, f32)
+            with k.if_(value > least.get()):
+                _insert(k, pairs, last, index.trunc(i32), value)
+                least.set(k.load(last + 4, f32))
+
+
+def _insert(k: Kernel, pairs: Value, last: Value, token: Value, value: Value) -> None:
+    """Put a pair before the first smaller one of a sorted list; the last one falls out."""
+    at = k.var(last)
+
+    def before() -> Value:
+        return k.max(at.get() - PAIR_BYTES, pairs)
+
+    with k.while_(lambda: (at.get() > pairs) & (k.load(before() + 4, f32) < value)):
+        k.store(k.load(before(), i64), at.get())
+        at.set(before())
+    k.store(token, at.get())
+    k.store(value, at.get() + 4)

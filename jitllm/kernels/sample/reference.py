@@ -47,6 +47,24 @@ def log_probability(logits: Floats, token: int) -> float:
     return float(x[token] - top - np.log(np.nansum(np.exp(x - top))))
 
 
+def top_list(logits: Floats, num_top: int) -> list[tuple[int, float]]:
+    """The likeliest ids and their log-probabilities, without the unused end."""
+    if not np.isfinite(np.nanmax(logits, initial=-np.inf)):
+        return []
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    ids = [int(i) for i in order if logits[i] > -np.inf]
+    return [(i, log_probability(logits, i)) for i in ids[:num_top]]
+
+
+def add_biases(logits: Floats, biases: Sequence[tuple[int, float]]) -> Floats:
+    """Stage 0, in f32."""
+    x = logits.copy()
+    for token, bias in biases:
+        if 0 <= token < len(x):
+            x[token] += np.float32(bias)
+    return x
+
+
 def penalise(logits: Floats, settings: Settings, history: Sequence[int]) -> Floats:
     """Stage 1; every operation in f32, so the bits are the kernel's."""
     x = logits.copy()
@@ -81,9 +99,14 @@ def candidates(x: Floats, settings: Settings) -> NDArray[np.int64]:
     return order
 
 
-def sample(logits: Floats, settings: Settings, history: Sequence[int] = ()) -> Sampled:
+def sample(
+    logits: Floats,
+    settings: Settings,
+    history: Sequence[int] = (),
+    biases: Sequence[tuple[int, float]] = (),
+) -> Sampled:
     """One token of logits f32 [vocab], none of them infinite unless greedy."""
-    x = penalise(logits, settings, history)
+    x = penalise(add_biases(logits, biases), settings, history)
     if np.isnan(x).all():
         token = 0
     elif settings.temperature < MIN_TEMPERATURE:

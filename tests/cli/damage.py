@@ -1,0 +1,363 @@
+"""Damage to model files: from a seed and a sound file to a damaged one.
+
+A GGUF file has no checksums, so whatever is changed in it is believed. Half of what befalls a
+container is rot: bytes change and its checksums tell. The other half is a forgery: values of the
+header or weights change, and every checksum is made right again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import msgpack
+import xxhash
+
+from jitllm.formats.jlm_head import EXTENT_ALIGNMENT, PROLOGUE, checksum, round_up
+
+Damage: TypeAlias = "Callable[[random.Random, bytearray], None]"
+Plain: TypeAlias = "dict[str, Any]"
+
+_EXTENT = struct.Struct("<QQQ")
+
+NUMBERS = [0, 1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 64, 255, 256, 1 << 14, 1 << 16, (1 << 31) - 1]
+NUMBERS += [1 << 31, (1 << 32) - 1, 1 << 32, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]
+FLOATS = [0.0, -0.0, 1.0, -1.0, 1e-45, 1e-6, 1e6, 1e38, 1e308, -1e308, math.inf, -math.inf]
+FLOATS += [math.nan, 5e-324]
+TEXTS = ["", "default", "x" * 5000, "\n", "\0", "\x1b[2J", "yarn", "linear", "none", "spm", "bpe"]
+TEXTS += ["llama", "gemma3", "qwen2", "mistral3", "gpt-2", "llama-bpe", "{% for m in messages %}"]
+TEXTS += ["{{ 1 / 0 }}", "{{ messages[0].content * 99999999 }}", "{{ raise_exception('no') }}"]
+WORDS = [0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 1, 0x80000001]
+WORDS += [0x7E007E00, 0x7C007C00, 0xFC00FC00, 0x7BFF7BFF, 0, 0xFFFFFFFF, 0x80808080, 0x00010001]
+
+
+# --- bytes that rot ---------------------------------------------------------------------------
+
+
+def flip(rng: random.Random, data: bytearray) -> None:
+    """Some bits."""
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def put_number(rng: random.Random, data: bytearray) -> None:
+    """A telling integer or float somewhere."""
+    code = rng.choice("<B <H <I <Q <f <d".split())
+    kinds = {"<f": [x for x in FLOATS if not 1e38 < abs(x) < math.inf], "<d": FLOATS}
+    size = struct.calcsize(code)
+    value = rng.choice(kinds.get(code, [n for n in NUMBERS if n < 1 << 8 * size]))
+    struct.pack_into(code, data, rng.randrange(max(len(data) - size, 1)), value)
+
+
+def wipe(rng: random.Random, data: bytearray) -> None:
+    """A span of one value, as a lost sector leaves it."""
+    start = rng.randrange(len(data))
+    stop = min(start + rng.choice([4, 64, 512, 4096, len(data)]), len(data))
+    data[start:stop] = rng.choice([b"\0", b"\xff", b"\x7f", b"A"]) * (stop - start)
+
+
+def cut(rng: random.Random, data: bytearray) -> None:
+    """Some bytes less: a few, or all the rest."""
+    start = rng.randrange(len(data))
+    del data[start : rng.choice([start + rng.randrange(1, 40), len(data)])]
+
+
+def repeat(rng: random.Random, data: bytearray) -> None:
+    """Some bytes more."""
+    start, at = rng.randrange(len(data)), rng.randrange(len(data))
+    data[at:at] = data[start : start + rng.randrange(1, 200)]
+
+
+def move(rng: random.Random, data: bytearray) -> None:
+    """A piece lies where another one did."""
+    size = rng.choice([1, 8, 64, 4096])
+    start, at = rng.randrange(len(data)), rng.randrange(len(data))
+    piece = data[start : start + size]
+    data[at : at + len(piece)] = piece
+
+
+KEEPS_LENGTH: list[Damage] = [flip, put_number, put_number, wipe, move]
+BYTES: list[Damage] = [*KEEPS_LENGTH, cut, repeat]
+
+
+def rot(rng: random.Random, data: bytearray, regions: list[tuple[int, int]]) -> bytearray:
+    """Damage of one to four regions `[start, stop)` of a file."""
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        start, stop = rng.choice(regions)
+        part = data[start:stop]
+        if len(part) > 8:
+            rng.choice(BYTES)(rng, part)
+        data = data[:start] + part + data[stop:]
+    return data
+
+
+def damaged_gguf(seed: int, sound: bytes, head_bytes: int) -> bytes:
+    """A damaged GGUF file; two thirds of it in the first `head_bytes`, where the header stands."""
+    rng = random.Random(f"gguf {seed}")
+    fields = min(head_bytes, 1200)
+    regions = [(0, 32), (0, fields), (0, head_bytes), (max(head_bytes - 2000, 0), head_bytes)]
+    return bytes(rot(rng, bytearray(sound), [*regions, (head_bytes, len(sound)), (0, len(sound))]))
+
+
+# --- containers -------------------------------------------------------------------------------
+
+
+def is_forged(seed: int) -> bool:
+    """Whether the checksums of a damaged container are made right again: three in four are."""
+    return seed % 4 != 0
+
+
+def damaged_jlm(seed: int, sound: bytes) -> bytes:
+    """A damaged container."""
+    rng = random.Random(f"jlm {seed}")
+    if not is_forged(seed):
+        return rotten_jlm(rng, sound)
+    return rng.choice([forged_values, forged_values, forged_values, forged_weights, forged_bytes])(
+        rng, sound
+    )
+
+
+def rotten_jlm(rng: random.Random, sound: bytes) -> bytes:
+    """Bytes changed anywhere, and no checksum mended."""
+    plain = header(sound)
+    extents = [extent for extent, _ in _extents(plain)]
+    regions = [(0, PROLOGUE.size), (0, _head_bytes(sound)), (0, len(sound))]
+    regions += [(offset, offset + length) for offset, length, _ in extents]
+    return bytes(rot(rng, bytearray(sound), regions))
+
+
+def forged_bytes(rng: random.Random, sound: bytes) -> bytes:
+    """Bytes of the header changed beneath msgpack, and its checksum mended."""
+    head = _head_bytes(sound)
+    body = bytearray(sound[PROLOGUE.size : head])
+    before = len(body)
+    start = rng.choice([0, 0, rng.randrange(len(body))])
+    part = body[start : start + rng.choice([200, 4000, len(body)])]
+    rng.choice(BYTES if rng.random() < 0.3 else KEEPS_LENGTH)(rng, part)
+    body[start : start + before] = part + body[start + len(part) :]
+    return sealed(bytes(body[:before].ljust(before, b"\0")), sound[head:])
+
+
+def forged_weights(rng: random.Random, sound: bytes) -> bytes:
+    """Weights of some tensors changed, and the checksums of their extents mended."""
+    plain, data = header(sound), bytearray(sound)
+    for _ in range(rng.choice([1, 1, 3, 12])):
+        start, size = _place(plain, rng.choice(plain["tensors"]))
+        part = data[start : start + size]
+        rng.choice([*KEEPS_LENGTH, put_words, put_words])(rng, part)
+        data[start : start + size] = part
+    return _resealed(plain, bytes(data))
+
+
+def put_words(rng: random.Random, data: bytearray) -> None:
+    """NaN, infinity, huge, subnormal: as f32 or as two f16, here and there or everywhere."""
+    word = struct.pack("<I", rng.choice(WORDS))
+    step = 4 * rng.choice([1, 2, 16, 17, 136, max(len(data) // 4, 1)])
+    for at in range(4 * rng.randrange(4), len(data) - 3, step):
+        data[at : at + 4] = word
+
+
+def forged_values(rng: random.Random, sound: bytes) -> bytes:
+    """Values of the header changed, and its checksum mended."""
+    plain = header(sound)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        rng.choice([forge_anything, forge_config, forge_config, forge_tensors, forge_extents])(
+            rng, plain
+        )
+    return _resealed(plain, sound)
+
+
+def forge_anything(rng: random.Random, plain: Plain) -> None:
+    """Any value of any section."""
+    section = rng.choice(list(plain))
+    holder, key = plain, section
+    while isinstance(holder[key], dict | list) and holder[key] and rng.random() < 0.8:
+        holder = holder[key]
+        key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+    if rng.random() < 0.1 and len(holder) > 1:
+        del holder[key]
+    else:
+        holder[key] = other_value(rng, holder[key])
+
+
+def other_value(rng: random.Random, value: Any) -> Any:
+    """What could stand in the place of `value`: of its kind, or of another one."""
+    if rng.random() < 0.1:
+        return rng.choice([None, True, 0, -1, 1.5, "text", b"bytes", [], {}, [[[[[1]]]]]])
+    match value:
+        case bool():
+            return not value
+        case int():
+            near = [value + 1, value - 1, 2 * value, value // 2, -value, value ^ 1 << 20]
+            return max(-(1 << 63), min(rng.choice([*near, *NUMBERS, -1, -(1 << 63)]), 2**64 - 1))
+        case float():
+            return rng.choice([*FLOATS, value * 10, -value, value / 1000])
+        case str():
+            at = rng.randrange(len(value) + 1)
+            return rng.choice([value[:at] + value[at + 1 :], value + value[at:], *TEXTS])
+        case bytes():
+            data = bytearray(value or b"\0" * 24)
+            rng.choice(BYTES)(rng, data)
+            return bytes(data)
+        case list():
+            return rng.choice([value[1:], value * 2, value[::-1], [], value[:1] * len(value)])
+        case dict():
+            return rng.choice([{}, value | {"more": 1}, dict(list(value.items())[1:])])
+    return rng.choice([0, "text", [0], {}])
+
+
+def forge_config(rng: random.Random, plain: Plain) -> None:
+    """A number of the model, or two that fit together and to no tensor's surprise."""
+    config: Plain = plain["config"]
+    heads, kv = config.get("attention.head_count"), config.get("attention.head_count_kv")
+    k_dim = config.get("attention.key_length") or config["embedding_length"] // (heads or 1)
+    many = rng.choice([2, 4, 8, 16, 32, 64])
+    few = rng.choice([1, 2])
+    more = {"attention.head_count": heads * many, "attention.head_count_kv": kv * many}
+    fewer = {"attention.head_count": heads // few, "attention.head_count_kv": max(kv // few, 1)}
+    sizes = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    contexts = [1, 2, 7, 8, 63, 64, 65, 4096, 1 << 20, 1 << 24]
+    choices: list[Plain] = [
+        more | dict.fromkeys(sizes, k_dim // many),
+        fewer | dict.fromkeys(sizes, k_dim * few),
+        {"rope.dimension_count": rng.choice([2, 4, 6, k_dim, k_dim - 2])},
+        {"context_length": rng.choice(contexts)},
+        {"attention.sliding_window": rng.choice([0, 1, 2, 3, 64, 1 << 30, (1 << 31) - 1])},
+        {"attention.sliding_window_pattern": rng.choice([0, 1, 2, [True, False, True], [1]])},
+        {"rope.freq_base": rng.choice([*FLOATS, 1.00001, 1e29])},
+        {"rope.freq_base_swa": rng.choice([*FLOATS, 1.00001, 1e29])},
+        {"attention.layer_norm_rms_epsilon": rng.choice([*FLOATS, 1e-30, 0.999])},
+        {"attention.scale": rng.choice([*FLOATS, 999.0])},
+        {"rope.scaling.type": rng.choice(["yarn", "linear", "none", "longrope", "", 3])},
+        {"rope.scaling.factor": rng.choice([*FLOATS, 1e-7, 1e5])},
+        {"rope.scaling.original_context_length": rng.choice([1, 7, 100, 1 << 24])},
+        {"rope.scaling.attn_factor": rng.choice([*FLOATS, 1e-3, 1e3])},
+        {"rope.scaling.yarn_beta_fast": rng.choice([*FLOATS, 1e5])},
+        {"rope.scaling.yarn_log_multiplier": rng.choice([*FLOATS, 500.0])},
+        {"attention.temperature_scale": rng.choice([*FLOATS, 999.0])},
+        {"block_count": rng.choice([0, 1, 2, 3, 4, 4096, 1 << 30])},
+    ]
+    choice = rng.choice(choices)
+    if rng.random() < 0.4:
+        key = rng.choice(list(config))
+        choice = {key: other_value(rng, config[key])}
+    if "rope.scaling.factor" in choice or "rope.scaling.yarn_beta_fast" in choice:
+        choice["rope.scaling.type"] = rng.choice(["yarn", "linear"])
+    config.update(choice)
+
+
+def forge_tensors(rng: random.Random, plain: Plain) -> None:
+    """A tensor's role, block, format, shape or place; or two of them change places."""
+    tensors = plain["tensors"]
+    one, two = rng.choice(tensors), rng.choice(tensors)
+    if rng.random() < 0.4:
+        alike = [t for t in tensors if t[2:6] == one[2:6] and t is not one]
+        two = rng.choice(alike or [two])
+        for cell in rng.choice([(0, 1), (6, 7), (3, 4)]):
+            one[cell], two[cell] = two[cell], one[cell]
+    elif rng.random() < 0.2:
+        tensors.remove(one)
+    else:
+        cell = rng.randrange(8)
+        one[cell] = rng.choice([other_value(rng, one[cell]), two[cell]])
+    if rng.random() < 0.2:
+        rng.shuffle(tensors)
+
+
+def forge_extents(rng: random.Random, plain: Plain) -> None:
+    """Where the dense region and the blocks lie, and how long they are."""
+    section = rng.choice(["dense", "blocks", "blocks", "experts", "vision"])
+    records = [list(r) for r in _EXTENT.iter_unpack(plain[section])] if section != "experts" else []
+    if not records or rng.random() < 0.2:
+        plain[section] = other_value(rng, plain[section])
+        return
+    one, two = rng.choice(records), rng.choice(records)
+    match rng.randrange(4):
+        case 0:
+            one[0], two[0] = two[0], one[0]
+        case 1:
+            cell = rng.randrange(3)
+            one[cell] = other_value(rng, one[cell]) % (1 << 64)
+        case 2:
+            one[0] = (one[0] + 4096 * rng.choice([1, -1, 1 << 30, 1 << 51])) % (1 << 64)
+        case 3:
+            records.append(list(one))
+    plain[section] = b"".join(_EXTENT.pack(*record) for record in records)
+
+
+# --- the bytes of a container -----------------------------------------------------------------
+
+
+def _head_bytes(data: bytes) -> int:
+    return PROLOGUE.size + int(PROLOGUE.unpack_from(data)[3])
+
+
+def header(data: bytes) -> Plain:
+    """The header of a sound container as plain values."""
+    plain: Plain = msgpack.unpackb(data[PROLOGUE.size : _head_bytes(data)])
+    return plain
+
+
+def sealed(body: bytes, rest: bytes, version: int = 1) -> bytes:
+    """A container of this msgpack, whose checksum is right; `rest` follows the header."""
+    magic = b"JITLLM\0\0"
+    front = PROLOGUE.pack(magic, version, 0, len(body), 0)
+    return PROLOGUE.pack(magic, version, 0, len(body), checksum(front, body)) + body + rest
+
+
+def _extents(plain: Plain) -> Iterator[tuple[tuple[int, int, int], tuple[str, int]]]:
+    """Every extent, with its section and its place in there."""
+    for section in ("dense", "blocks"):
+        records = plain.get(section)
+        if isinstance(records, bytes) and len(records) % _EXTENT.size == 0:
+            for index, record in enumerate(_EXTENT.iter_unpack(records)):
+                yield (record[0], record[1], record[2]), (section, index)
+
+
+def _place(plain: Plain, cells: list[Any]) -> tuple[int, int]:
+    """Where a tensor of a sound header lies in the file, and its bytes."""
+    _, block, _, _, _, dense, offset, size = cells
+    section, index = ("dense", 0) if dense else ("blocks", block)
+    return _EXTENT.unpack_from(plain[section], index * _EXTENT.size)[0] + offset, size
+
+
+def _resealed(plain: Plain, sound: bytes) -> bytes:
+    """A container of these header values and the extents of `sound`, all checksums right.
+
+    A header that has outgrown its place moves the extents, and says so.
+    """
+    start = round_up(_head_bytes(sound), EXTENT_ALIGNMENT)
+    for _ in range(3):  # new offsets may make it longer still
+        body = _packed(plain)
+        needed = round_up(PROLOGUE.size + len(body), EXTENT_ALIGNMENT)
+        if needed <= start:
+            break
+        sound = sound[:start] + bytes(needed - start) + sound[start:]
+        _move_extents(plain, needed - start)
+        start = needed
+    for (offset, length, _), (section, index) in list(_extents(plain)):
+        if offset + length <= len(sound):
+            found = xxhash.xxh3_64_intdigest(sound[offset : offset + length])
+            records = bytearray(plain[section])
+            struct.pack_into("<Q", records, index * _EXTENT.size + 16, found)
+            plain[section] = bytes(records)
+    body = _packed(plain)
+    return sealed(body, sound[PROLOGUE.size + len(body) :])
+
+
+def _move_extents(plain: Plain, distance: int) -> None:
+    for section in ("dense", "blocks"):
+        moved = [
+            _EXTENT.pack((offset + distance) % (1 << 64), length, found)
+            for (offset, length, found), (where, _) in _extents(plain)
+            if where == section
+        ]
+        if moved:
+            plain[section] = b"".join(moved)
+
+
+def _packed(plain: Plain) -> bytes:
+    return bytes(msgpack.packb(plain, unicode_errors="surrogatepass"))

@@ -1,0 +1,97 @@
+"""A real model, 4-bit weights throughout, against exact arithmetic on the same weights.
+
+It amplifies every rounding: engines of good repute differ by more than a logit. So replies are not
+compared, but logits along a golden reply, and how likely a text is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jitllm.engine import Outputs, Request
+from tests.conftest import DATA
+from tests.models.native import F32, opened, prompt_logits, reply
+
+GOLDEN = DATA / "golden" / "gemma3-270m.npz"
+NUM_POSITIONS = 65
+"""Positions of each prompt that have a golden: its last one, and those of a reply of 64 tokens."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text with what a trusted engine made of it.
+
+    top_ids, top_logits: the likeliest 20 in exact arithmetic, the best one first, at each of
+    `NUM_POSITIONS` positions along `continuation`.
+    """
+
+    text: str
+    parse_special: bool
+    tokens: list[int]
+    continuation: list[int]
+    top_ids: NDArray[np.int32]
+    top_logits: F32
+
+
+def prompts() -> Iterator[Prompt]:
+    """All golden prompts."""
+    with np.load(GOLDEN) as arrays:
+        names = [key.removesuffix(".continuation") for key in arrays if ".continuation" in key]
+        for name in names:
+            yield Prompt(
+                text=str(arrays[f"{name}.text"]),
+                parse_special=bool(arrays[f"{name}.parse_special"]),
+                tokens=arrays[f"{name}.tokens"].tolist(),
+                continuation=arrays[f"{name}.continuation"].tolist(),
+                top_ids=arrays[f"{name}.exact_top_ids"],
+                top_logits=arrays[f"{name}.exact_top_logits"],
+            )
+
+
+async def test_prompts_have_the_golden_ids(gemma_model: Path) -> None:
+    """By the tokenizer that travels in the container."""
+    async with opened(gemma_model) as model:
+        for prompt in prompts():
+            ids = model.tokenizer.encode(prompt.text, parse_special=prompt.parse_special)
+            assert ids == prompt.tokens, prompt.text
+        with np.load(GOLDEN) as arrays:
+            ids = model.tokenizer.encode(str(arrays["text.text"]))
+            assert ids == arrays["text.tokens"].tolist()
+
+
+@pytest.mark.slow
+async def test_logits_along_golden_replies(gemma_model: Path) -> None:
+    differences, agrees, gaps = [], [], []
+    async with opened(gemma_model) as model:
+        for prompt in prompts():
+            tokens = prompt.tokens + prompt.continuation
+            logits = (await prompt_logits(model.engine, tokens))[-NUM_POSITIONS:]
+            found = np.take_along_axis(logits, prompt.top_ids, axis=1)
+            differences.append(np.abs(found - prompt.top_logits))
+            agrees.append(logits.argmax(1) == prompt.top_ids[:, 0])
+            gaps.append(prompt.top_logits[:, 0] - prompt.top_logits[:, 1])
+    difference, agree, gap = map(np.concatenate, (differences, agrees, gaps))
+    print(f"mean {difference.mean():.3f}, max {difference.max():.2f}, best {agree.sum()} of 780")
+    assert len(agree) == 12 * NUM_POSITIONS
+    assert difference.mean() <= 0.17
+    assert difference.max() <= 1.5
+    assert agree[gap > 0.6].all()
+    assert agree.sum() >= 755
+
+
+async def test_a_text_is_as_likely_as_in_exact_arithmetic(gemma_model: Path) -> None:
+    with np.load(GOLDEN) as arrays:
+        tokens, exact = arrays["text.tokens"].tolist(), arrays["text.nll_exact"]
+    request = Request(tuple(tokens), max_tokens=0, outputs=Outputs.ALL)
+    async with opened(gemma_model) as model:
+        logprobs = np.array((await reply(model.engine, request)).prompt_logprobs)
+    assert len(logprobs) == len(exact) == len(tokens) - 1
+    perplexity = np.exp(-logprobs.mean())
+    print(f"perplexity {perplexity:.3f}")
+    assert perplexity == pytest.approx(np.exp(exact.mean()), rel=0.0075)

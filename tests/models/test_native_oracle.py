@@ -1,0 +1,64 @@
+"""Native code gives the logits of an independent engine, and loses them with any feature.
+
+Everything goes through the Engine port: container, pager, device, compiled kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from jitllm.engine import Request
+from jitllm.models import registry
+from jitllm.models.graph import Graph
+from tests.conftest import TinyModel
+from tests.models import oracle
+from tests.models.native import opened, prompt_logits, reply
+from tests.models.variants import CHANGES, Change, Variant
+
+MAX_DIFFERENCE = 2e-4
+MAX_RMS = 5e-5
+
+
+@pytest.mark.parametrize("page_size", [64, 16])
+@pytest.mark.parametrize("name", oracle.FLOAT_MODELS)
+async def test_float_weights_give_the_golden_logits(
+    name: str, page_size: int, tiny_model: TinyModel
+) -> None:
+    """As one prompt and token by token."""
+    tokens, truth = oracle.golden(name)
+    async with opened(tiny_model(name), kv_type="f32", page_size_tokens=page_size) as model:
+        for chunk_tokens in (None, 1):
+            difference = await prompt_logits(model.engine, tokens, chunk_tokens) - truth
+            assert np.abs(difference).max() <= MAX_DIFFERENCE
+            assert np.sqrt((difference.astype(np.float64) ** 2).mean()) <= MAX_RMS
+
+
+@pytest.mark.parametrize("name", oracle.FLOAT_MODELS)
+async def test_greedy_replies_are_the_golden_ones(name: str, tiny_model: TinyModel) -> None:
+    tokens, _ = oracle.golden(name)
+    greedy = oracle.greedy(name)
+    request = Request(tuple(tokens.tolist()), max_tokens=len(greedy))
+    async with opened(tiny_model(name), kv_type="f32") as model:
+        assert (await reply(model.engine, request)).ids == greedy
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_without_a_feature_the_logits_are_wrong(
+    change: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, take_away = CHANGES[change]
+    monkeypatch.setattr(registry, "build", partial(changed_graph, take_away))
+    tokens, truth = oracle.golden(name)
+    async with opened(tiny_model(name), kv_type="f32") as model:
+        difference = await prompt_logits(model.engine, tokens) - truth
+    assert np.abs(difference).max() > 10 * MAX_DIFFERENCE
+
+
+def changed_graph(take_away: Change, *parts: object) -> Graph:
+    """What `build` makes of its arguments once a feature is gone."""
+    variant = Variant(*parts)  # type: ignore[arg-type]
+    take_away(variant)
+    return variant.graph()
