@@ -6,8 +6,10 @@ One pull per client and step: `Collect` is answered when something is there.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
 from actors.actor import Ref
+from actors.mailbox import Stopped
 from actors.messages import (
     Cancel,
     Collect,
@@ -48,7 +50,8 @@ class Client:
                     yield delta
         finally:
             if not finished:
-                await self._scheduler.tell(Cancel(submitted.request_id))
+                with suppress(Stopped):  # which has ended every request
+                    await self._scheduler.tell(Cancel(submitted.request_id))
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         """Change the host budget between two tokens; returns what was reached."""

@@ -33,24 +33,44 @@ from actors.messages import (
     Unreserve,
 )
 from jitllm.devices.host import HostProgram
-from jitllm.engine import Logits, Sampling
+from jitllm.engine import MAX_TOP_LOGPROBS, Logits, Sampling, TopLogprobs
 from jitllm.errors import OverBudget
 from jitllm.kernels.op import Buffer, Ctx
-from jitllm.kernels.sample import RECORD_BYTES, Sampled, Settings
+from jitllm.kernels.sample import (
+    PAIR_BYTES,
+    RECORD_BYTES,
+    Sampled,
+    Settings,
+    pack_pairs,
+    unpack_top,
+)
 from jitllm.memory.pages import KvPages
 from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
 from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 
+_TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
+"""Room for the likeliest tokens of one output."""
+
 
 @dataclass(slots=True)
 class _Seat:
-    """What the device keeps of a sequence: its history for penalties, and the room promised."""
+    """What the device keeps of a sequence: its history for penalties, and the room promised.
+
+    biases: the pairs of `sampling.logit_bias` as the kernel reads them.
+    """
 
     sampling: Sampling
     logprobs: bool
+    top_logprobs: int
+    biases: array[int]
     history: array[int]
     max_tokens: int
     promised_tokens: int
+
+    def num_top(self, span: Span) -> int:
+        """Likeliest tokens to name at each output of a span."""
+        has_logprobs = self.logprobs or span.outputs is SpanOutputs.ALL
+        return self.top_logprobs if has_logprobs else 0
 
 
 class Device(Actor):
@@ -79,6 +99,7 @@ class Device(Actor):
         self._context_tokens = context_tokens
         self._seats: dict[int, _Seat] = {}
         self._sampling = array("B", bytes(RECORD_BYTES * program.limits.outputs))
+        self._tops = array("B", bytes(_TOP_BYTES * program.limits.outputs))
         self._program.step.set(Ctx.SAMPLING, self._sampling.buffer_info()[0])
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
 
@@ -129,6 +150,8 @@ class Device(Actor):
         self._seats[message.sequence] = _Seat(
             message.sampling,
             message.logprobs,
+            message.top_logprobs,
+            array("B", pack_pairs(message.sampling.logit_bias)),
             array("i", bytes(4 * message.max_tokens)),
             message.max_tokens,
             message.promised_tokens,
@@ -213,7 +236,14 @@ class Device(Actor):
                 want_logprob=seat.logprobs,
             )
             history = seat.history.buffer_info()[0] + 4 * (position + 1 - window)
-            record = settings.pack(history, window)
+            record = settings.pack(
+                history,
+                window,
+                bias=seat.biases.buffer_info()[0],
+                num_bias=len(sampling.logit_bias),
+                top=self._tops.buffer_info()[0] + _TOP_BYTES * (output + index),
+                num_top=seat.num_top(span),
+            )
             start = RECORD_BYTES * (output + index)
             self._sampling[start : start + RECORD_BYTES] = array("B", record)
 
@@ -237,16 +267,25 @@ class Device(Actor):
         sampled = [self._sampled(row + i) for i in range(span.num_outputs)]
         targets = [*span.tokens[1:], span.target][-span.num_outputs :]
         known = [s.target_logprob for s, t in zip(sampled, targets, strict=True) if t >= 0]
+        num_top = self._seats[span.sequence].num_top(span)
+        tops = [self._top(row + i, num_top) for i in range(span.num_outputs)] if num_top else []
+        wants_prompt = span.outputs is SpanOutputs.ALL
         return SpanResult(
             sequence=span.sequence,
             token=sampled[-1].token if span.sample else None,
             logprob=sampled[-1].token_logprob,
-            prompt_logprobs=tuple(known) if span.outputs is SpanOutputs.ALL else (),
+            prompt_logprobs=tuple(known) if wants_prompt else (),
+            top_logprobs=tops[-1] if span.sample and tops else (),
+            prompt_top_logprobs=tuple(tops[: len(known)]) if wants_prompt else (),
         )
 
     def _sampled(self, output: int) -> Sampled:
         start = RECORD_BYTES * output
         return Sampled.unpack(memoryview(self._sampling)[start : start + RECORD_BYTES])
+
+    def _top(self, output: int, num_top: int) -> TopLogprobs:
+        start = _TOP_BYTES * output
+        return unpack_top(memoryview(self._tops)[start : start + PAIR_BYTES * num_top])
 
     def _rows(self, row: int, count: int) -> Logits:
         """A copy of logits rows that the receiver owns."""

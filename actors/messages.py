@@ -171,7 +171,8 @@ class DeviceStats:
 class Open(Message[Opened | Refused]):
     """Give a sequence a seat and promise it KV room for `promised_tokens` positions.
 
-    logprobs: say how likely each sampled token was.
+    logprobs: say how likely each sampled token was. top_logprobs: how many of the likeliest tokens
+    to name with every log-probability.
     must_fit: take it even over budget, because nothing else runs.
     """
 
@@ -180,6 +181,7 @@ class Open(Message[Opened | Refused]):
     promised_tokens: int
     sampling: Sampling
     logprobs: bool
+    top_logprobs: int
     must_fit: bool
 
 

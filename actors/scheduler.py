@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from actors.actor import Actor, Ref
+from actors.checks import check
 from actors.messages import (
     Cancel,
     Close,
@@ -29,7 +30,7 @@ from actors.messages import (
     Submitted,
 )
 from jitllm.engine import Delta, Finish, Logits, Outputs, Request, Usage
-from jitllm.errors import ContextOverflow, JitllmError, UsageError
+from jitllm.errors import JitllmError
 from jitllm.log import logger
 from jitllm.schedule import plan
 from jitllm.schedule.sequence import Sequence
@@ -117,17 +118,16 @@ class Scheduler(Actor):
             case _:
                 assert_never(message)
 
+    def on_lost(self, message: SchedulerMessage, reply: object) -> None:
+        """A client that was cancelled before it knew its request wants it no more."""
+        if isinstance(reply, Submitted):
+            self._cancel(reply.request_id)
+
     # --- requests ----------------------------------------------------------------------------
 
     def _submit(self, request: Request) -> Submitted:
+        check(request, vocab=self._vocab, context_tokens=self._context_tokens)
         num_prompt = len(request.prompt)
-        if not num_prompt:
-            raise UsageError("the prompt is empty", "give at least one token")
-        if num_prompt > self._context_tokens:
-            raise ContextOverflow(num_prompt, self._context_tokens)
-        bad = next((t for t in request.prompt if not 0 <= t < self._vocab), None)
-        if bad is not None:
-            raise UsageError(f"token id {bad} is not in the vocabulary of {self._vocab} tokens")
         wanted = self._context_tokens if request.max_tokens is None else request.max_tokens
         sequence = Sequence(
             id=self._next_id,
@@ -213,6 +213,7 @@ class Scheduler(Actor):
                         sequence.promised_tokens,
                         reply.request.sampling,
                         reply.request.logprobs,
+                        reply.request.top_logprobs,
                         must_fit,
                     )
                 )
@@ -272,11 +273,14 @@ class Scheduler(Actor):
         self, reply: _Reply, result: SpanResult, finish: Finish | None, logits: Logits | None
     ) -> Delta:
         is_token = result.token is not None and finish is not Finish.STOP
+        wants_top = reply.request.logprobs and reply.request.top_logprobs > 0
         return Delta(
             tokens=(result.token,) if is_token and result.token is not None else (),
             logprobs=(result.logprob,) if is_token and reply.request.logprobs else (),
             logits=logits,
             prompt_logprobs=result.prompt_logprobs,
+            top_logprobs=(result.top_logprobs,) if is_token and wants_top else (),
+            prompt_top_logprobs=result.prompt_top_logprobs,
             finish=finish,
             usage=reply.usage(time.perf_counter()) if finish is not None else None,
         )

@@ -191,7 +191,8 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Submit and stream the reply. Closing the iterator cancels the request within a step.
 
-        Raises ContextOverflow when the prompt does not fit the context.
+        Raises ContextOverflow when the prompt does not fit the context, UsageError when a field
+        cannot mean anything (a bias for no token of the vocabulary); the error names it.
         """
 
     async def set_budget(self, budget_bytes: int) -> Pages:

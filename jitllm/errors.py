@@ -61,7 +61,7 @@ class UnsupportedModel(JitllmError):
 
     def __init__(self, kind: str, name: str, supported: Iterable[str]) -> None:
         known = ", ".join(supported)
-        super().__init__(f"{kind} {name!r} is not supported", f"supported: {known}")
+        super().__init__(f"{kind} {shown(name)} is not supported", f"supported: {known}")
         self.kind = kind
         self.name = name
 
@@ -142,6 +142,12 @@ def convert_command(source: AnyPath, output: AnyPath | None = None) -> str:
 def one_line(text: str) -> str:
     """`text` with every character that is not printable written as its escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: object, most: int = 60) -> str:
+    """`value` as a message quotes what comes from a file: `most` characters at the most."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _mib(num_bytes: int) -> str:

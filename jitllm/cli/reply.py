@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens and seconds of the two parts of a reply. The first token comes with the prompt."""
+    """Tokens and seconds of the two parts of a reply. The first token comes with the prompt.
+
+    prompt_tokens: those that were computed. cached_tokens: those that the engine held already.
+    """
 
     prompt_tokens: int
     prefill_s: float
     decode_tokens: int
     decode_s: float
     ttft_s: float
+    cached_tokens: int = 0
 
     @property
     def prefill_tok_s(self) -> float:
@@ -98,7 +102,14 @@ class Reply:
             return Rates(self._num_prompt, prefill_s, num_steps, decode_s, prefill_s)
         if self.finish is Finish.STOP and self.ids:
             num_steps += 1  # the step that drew the stop id
-        return Rates(self._num_prompt, usage.prefill_s, num_steps, usage.decode_s, usage.ttft_s)
+        return Rates(
+            prompt_tokens=self._num_prompt - usage.cached_tokens,
+            prefill_s=usage.prefill_s,
+            decode_tokens=num_steps,
+            decode_s=usage.decode_s,
+            ttft_s=usage.ttft_s,
+            cached_tokens=usage.cached_tokens,
+        )
 
     def _take(self, delta: Delta) -> bool:
         """Show what `delta` adds; True once a stop string is complete."""

@@ -35,6 +35,7 @@ def after(rates: Rates, pages: Pages, page_ins_per_token: float) -> list[str]:
             f"({format_rate(rates.prefill_tok_s, 'tok')})",
             f"decode {rates.decode_tokens} tok in {format_duration(rates.decode_s)} "
             f"({format_rate(rates.decode_tok_s, 'tok')})",
+            *([f"{rates.cached_tokens} tok of the prompt cached"] if rates.cached_tokens else []),
         ),
         _parts(
             "pages ",

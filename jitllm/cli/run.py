@@ -155,6 +155,7 @@ def _json(
         "prompt_ids": prompt_ids,
         "ids": reply.ids,
         "finish": reply.finish,
+        "cached_tokens": rates.cached_tokens,
         "prefill_tok_s": rates.prefill_tok_s,
         "decode_tok_s": rates.decode_tok_s,
         "ttft_ms": rates.ttft_s * 1e3,

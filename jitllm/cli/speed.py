@@ -104,37 +104,39 @@ async def _repeat(
 ) -> None:
     for repetition in range(repetitions + 1):
         if prompt:
-            elapsed_s = await _timed(engine, Request(prompt, max_tokens=0))
+            rate = await _rate(engine, Request(prompt, max_tokens=0), len(prompt), "-p")
             if repetition:
-                samples.prefill.append(_rate(len(prompt), elapsed_s, "-p"))
+                samples.prefill.append(rate)
         if num_decode:
-            # The one token of the prompt is computed as every other one: so many tokens, so many
-            # steps.
-            elapsed_s = await _timed(engine, Request((first_id,), max_tokens=num_decode))
+            # The one token of the prompt is a step like every other: so many tokens, so many steps.
+            request = Request((first_id,), max_tokens=num_decode)
+            rate = await _rate(engine, request, num_decode, "-n")
             if repetition:
-                samples.decode.append(_rate(num_decode, elapsed_s, "-n"))
+                samples.decode.append(rate)
 
 
-async def _timed(engine: Engine, request: Request) -> float:
-    """Seconds from submitting a request to its end."""
+async def _rate(engine: Engine, request: Request, num_tokens: int, flag: str) -> float:
+    """Tokens a second, from submitting a request to its end; a cached token was not computed.
+
+    Raises `JitllmError` for a run that the clock cannot see.
+    """
     started = time.perf_counter()
     stream = engine.generate(request)
+    num_cached = 0
     try:
         async for delta in stream:
             if delta.error is not None:
                 raise delta.error
+            if delta.usage is not None:
+                num_cached = delta.usage.cached_tokens
     finally:
         await close_stream(stream)
-    return time.perf_counter() - started
-
-
-def _rate(num_tokens: int, elapsed_s: float, flag: str) -> float:
-    """Tokens a second. Raises `JitllmError` for a run that the clock cannot see."""
+    elapsed_s = time.perf_counter() - started
     if elapsed_s < 100 * time.get_clock_info("perf_counter").resolution:
         raise JitllmError(
             f"{num_tokens} tokens took less than the clock can measure", f"raise {flag}"
         )
-    return num_tokens / elapsed_s
+    return (num_tokens - num_cached) / elapsed_s
 
 
 def _result(loaded: Loaded, samples: Samples) -> dict[str, Any]:

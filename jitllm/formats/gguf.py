@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from jitllm.errors import BadSource
+from jitllm.errors import BadSource, shown
 from jitllm.formats.ggml import GgmlType
 from jitllm.formats.gguf_head import GgufTensor, GgufValue, read_at, read_head
 
@@ -37,7 +37,7 @@ class Gguf:
             for name, tensor in part.tensors.items():
                 if name in tensors:
                     raise BadSource(
-                        part.path, f"tensor {name!r} is also in {tensors[name].path.name}"
+                        part.path, f"tensor {shown(name)} is also in {tensors[name].path.name}"
                     )
                 tensors[name] = tensor
         self.tensors: Mapping[str, GgufTensor] = MappingProxyType(tensors)

@@ -17,7 +17,7 @@ from struct import Struct
 from sys import byteorder
 from typing import NoReturn, TypeAlias, cast
 
-from jitllm.errors import BadSource
+from jitllm.errors import BadSource, shown
 from jitllm.formats.ggml import GgmlType
 
 GgufValue: TypeAlias = "int | float | bool | str | list[GgufValue]"
@@ -220,9 +220,9 @@ def _read_metadata(head: _Head, num_keys: int) -> dict[str, GgufValue]:
     for _ in range(num_keys):
         key = head.string("a key", MAX_NAME_BYTES)
         if key in metadata:
-            head.fail(f"key {key!r} stands there twice")
-        kind = head.number(_U32, f"the kind of {key!r}")
-        metadata[key] = _read_value(head, kind, f"the value of {key!r}", 0)
+            head.fail(f"key {shown(key)} stands there twice")
+        kind = head.number(_U32, f"the kind of {shown(key)}")
+        metadata[key] = _read_value(head, kind, f"the value of {shown(key)}", 0)
     return metadata
 
 
@@ -270,7 +270,7 @@ def _read_tensors(
 ) -> dict[str, GgufTensor]:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
-        head.fail(f"an alignment of {alignment!r} makes no sense")
+        head.fail(f"an alignment of {shown(alignment)} makes no sense")
     if alignment & (alignment - 1):
         head.fail(f"an alignment of {alignment} is not a power of two")
     found = [_read_tensor(head, alignment) for _ in range(num_tensors)]
@@ -280,7 +280,7 @@ def _read_tensors(
     for name, shape, kind, offset in found:
         tensor = GgufTensor(name, shape, kind, data_offset + offset, head.path)
         if name in tensors:
-            head.fail(f"tensor {name!r} stands there twice")
+            head.fail(f"tensor {shown(name)} stands there twice")
         _check_extent(head, tensor)
         tensors[name] = tensor
     return tensors
@@ -289,7 +289,7 @@ def _read_tensors(
 def _read_tensor(head: _Head, alignment: int) -> tuple[str, tuple[int, ...], GgmlType, int]:
     """Name, shape, type, and offset in the data region."""
     name = head.string("the name of a tensor", MAX_NAME_BYTES)
-    what = f"tensor {name!r}"
+    what = f"tensor {shown(name)}"
     num_dims = head.number(_U32, f"the number of dimensions of {what}")
     if num_dims > MAX_DIMS:
         head.fail(f"{what} has {num_dims} dimensions; {MAX_DIMS} is the most")
@@ -310,7 +310,7 @@ def _check_extent(head: _Head, tensor: GgufTensor) -> None:
     if tensor.offset + size > head.file_bytes:
         raise BadSource(
             head.path,
-            f"tensor {tensor.name!r} lies at [{tensor.offset}, {tensor.offset + size}), beyond "
+            f"tensor {shown(tensor.name)} lies at [{tensor.offset}, {tensor.offset + size}), beyond "
             f"the end of the file at {head.file_bytes}",
             "the file is damaged or was not fetched completely",
         )

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 import msgpack
 import xxhash
 
-from jitllm.errors import AnyPath, BadContainer
+from jitllm.errors import AnyPath, BadContainer, shown
 from jitllm.kernels.layout import FORMATS, FormatCode
 
 MAGIC = b"JITLLM\0\0"
@@ -212,7 +212,7 @@ class _Decoder:
         plain = self.mapping(self.unpack(body), "the header")
         names = {field.name for field in fields(Header)} - {"version"}
         if plain.keys() != names:
-            self.fail(f"its header lacks or adds {_short(sorted(plain.keys() ^ names))}")
+            self.fail(f"its header lacks or adds {shown(sorted(plain.keys() ^ names))}")
         header = Header(
             version=version,
             arch=self.text(plain["arch"], "arch"),
@@ -276,25 +276,25 @@ class _Decoder:
 
     def number(self, value: object, what: str, stop: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < stop:
-            self.fail(f"{what} is {_short(value)}, not a number below {stop}")
+            self.fail(f"{what} is {shown(value)}, not a number below {stop}")
         return value
 
     def config(self, value: object) -> dict[str, Value]:
         config = self.mapping(value, "config")
         for key, item in config.items():
             if not is_plain(item):
-                self.fail(f"config {key} is a {type(item).__name__}")
+                self.fail(f"config {shown(key)} is a {type(item).__name__}")
         return config
 
     def templates(self, value: object) -> dict[str, str]:
         templates = self.mapping(value, "chat_templates")
-        return {name: self.text(text, f"chat template {name}") for name, text in templates.items()}
+        return {name: self.text(text, f"chat template {shown(name)}") for name, text in templates.items()}
 
     def fingerprint(self, value: object) -> dict[str, str | int]:
         prints = self.mapping(value, "fingerprint")
         for key, item in prints.items():
             if not isinstance(item, str | int):
-                self.fail(f"fingerprint {key} is a {type(item).__name__}")
+                self.fail(f"fingerprint {shown(key)} is a {type(item).__name__}")
         return prints
 
     def records(self, kind: struct.Struct, value: object, what: str) -> Iterator[tuple[int, ...]]:
@@ -317,13 +317,13 @@ class _Decoder:
             self.fail(f"a tensor has {len(cells)} fields, not {len(fields(TensorEntry))}")
         role, block, code, rows, cols, dense, offset, size = cells
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
-            self.fail(f"a tensor has the role {_short(role)}")
+            self.fail(f"a tensor has the role {shown(role)}")
         if block is not None:
             block = self.number(block, f"the block of {role}", MAX_DIM)
         if isinstance(code, bool) or not isinstance(code, int) or code not in FORMATS:
-            self.fail(f"{role} has the unknown weight format {_short(code)}")
+            self.fail(f"{role} has the unknown weight format {shown(code)}")
         if not isinstance(dense, bool):
-            self.fail(f"the place of {role} is {_short(dense)}")
+            self.fail(f"the place of {role} is {shown(dense)}")
         return TensorEntry(
             role,
             block,
@@ -420,7 +420,3 @@ def tensor_bytes(code: FormatCode, rows: int, cols: int) -> int:
     """Bytes of a matrix in its tiles, or (rows 0) of an f32 vector."""
     return FORMATS[code].matrix_bytes(rows, cols) if rows else 4 * cols
 
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jitllm
-from jitllm.errors import AnyPath, BadContainer, BadSource, UnsupportedModel, UsageError
+from jitllm.errors import AnyPath, BadContainer, BadSource, UnsupportedModel, UsageError, shown
 from jitllm.formats import layout
 from jitllm.formats.ggml import GgmlType
 from jitllm.formats.gguf import Gguf, GgufTensor
@@ -193,7 +193,7 @@ def _check_blocks(gguf: Gguf, blocks: set[int], num_blocks: int) -> None:
 def _shape(path: Path, tensor: GgufTensor) -> tuple[FormatCode, int, int]:
     """Format, rows and columns in the container."""
     if 0 in tensor.shape:
-        raise BadSource(path, f"tensor {tensor.name!r} is empty")
+        raise BadSource(path, f"tensor {shown(tensor.name)} is empty")
     match tensor.shape:
         case (cols,):
             if tensor.type not in _VECTOR_TYPES:
@@ -206,7 +206,7 @@ def _shape(path: Path, tensor: GgufTensor) -> tuple[FormatCode, int, int]:
                 raise UnsupportedModel("weight type", tensor.type.name, FormatCode.__members__)
             return FormatCode[tensor.type.name], rows, cols
         case _:
-            raise BadSource(path, f"tensor {tensor.name!r} has {len(tensor.shape)} dimensions")
+            raise BadSource(path, f"tensor {shown(tensor.name)} has {len(tensor.shape)} dimensions")
 
 
 def _config(gguf: Gguf, arch: str) -> dict[str, Value]:

@@ -32,15 +32,17 @@ class Weights:
         self._extents = container.header.blocks
         self.dense_bytes = round_up(self._dense.length)
         """What the dense region takes."""
-        self.block_bytes = tuple(round_up(extent.length) for extent in self._extents)
-        """What each block takes while it is there."""
-        self._offsets, total = _lay_out(self.block_bytes)
+        self.block_bytes = tuple(extent.length for extent in self._extents)
+        """What each block uses while it is there, without the rest of its last page: a budget of
+        so many times the largest extent holds so many blocks."""
+        self._frame_bytes = tuple(map(round_up, self.block_bytes))
+        self._offsets, total = _lay_out(self._frame_bytes)
         self._is_verified = bytearray(len(self._extents))
         with ExitStack() as owned:
             self.reader = owned.enter_context(Reader(container.path, direct=direct))
             self._dense_span = owned.enter_context(memory.reserve(self.dense_bytes))
             self._span = owned.enter_context(memory.reserve(total, huge_pages=False))
-            for offset, num_bytes in zip(self._offsets, self.block_bytes, strict=True):
+            for offset, num_bytes in zip(self._offsets, self._frame_bytes, strict=True):
                 self._span.use_huge_pages(offset, num_bytes)
             self._owned = owned.pop_all()
 
@@ -62,7 +64,7 @@ class Weights:
 
         Raises `PageError`; the block has no memory then.
         """
-        view = self._span.view(self._offsets[block], self.block_bytes[block])
+        view = self._span.view(self._offsets[block], self._frame_bytes[block])
         verify = not self._is_verified[block]
         try:
             self.reader.read_extent(self._extents[block], view, verify=verify)
@@ -73,7 +75,7 @@ class Weights:
 
     def release(self, block: int) -> None:
         """Give the memory of `block` back to the system."""
-        self._span.release(self._offsets[block], self.block_bytes[block])
+        self._span.release(self._offsets[block], self._frame_bytes[block])
 
     def close(self) -> None:
         """Give file and memory back; no address may be used any more."""
@@ -91,10 +93,10 @@ class Weights:
         self.close()
 
 
-def _lay_out(block_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def _lay_out(frame_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """The offset of each block, large ones where huge pages begin, and the length of it all."""
     offsets, end = [], 0
-    for num_bytes in block_bytes:
+    for num_bytes in frame_bytes:
         if num_bytes >= HUGE_PAGE_BYTES:
             end = round_up(end, HUGE_PAGE_BYTES)
         offsets.append(end)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jitllm.errors import shown
 from jitllm.models.rope import Scaling, ScalingKind
 
 Value = int | float | str | bool | Sequence[object]
@@ -131,7 +132,7 @@ class _Keys:
         if value is None:
             raise BadModel(f"{key} is missing")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise BadModel(f"{key} is {_shown(value)}, not a whole number")
+            raise BadModel(f"{key} is {shown(value)}, not a whole number")
         if not least <= value <= most:
             raise BadModel(f"{key} is {value}, not between {least} and {most}")
         return value
@@ -142,7 +143,7 @@ class _Keys:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadModel(f"{key} is {_shown(value)}, not a number")
+            raise BadModel(f"{key} is {shown(value)}, not a number")
         if not (math.isfinite(value) and least <= value <= most):
             raise BadModel(f"{key} is {value:g}, not between {least:g} and {most:g}")
         return float(value)
@@ -160,20 +161,15 @@ class _Keys:
         """A string."""
         value = self.config.get(key, default)
         if not isinstance(value, str):
-            raise BadModel(f"{key} is {_shown(value)}, not a word")
+            raise BadModel(f"{key} is {shown(value)}, not a word")
         return value
 
     def refuse_nonzero(self, *names: str) -> None:
         """Features that would change every logit and that no graph has."""
         for key in names:
             if self.value(key):
-                raise BadModel(f"{key} is {_shown(self.value(key))}, which no graph supports")
+                raise BadModel(f"{key} is {shown(self.value(key))}, which no graph supports")
 
-
-def _shown(value: object) -> str:
-    """A value in a message; a damaged file may hold very long ones."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _num_rotated(keys: _Keys, k_dim: int) -> int:
@@ -191,7 +187,7 @@ def _scaling(keys: _Keys, context_length: int) -> Scaling:
     kind = keys.word("rope.scaling.type", ScalingKind.LINEAR)
     if kind not in set(ScalingKind):
         known = ", ".join(ScalingKind)
-        raise BadModel(f"rope.scaling.type {_shown(kind)} is not supported (supported: {known})")
+        raise BadModel(f"rope.scaling.type {shown(kind)} is not supported (supported: {known})")
     factor = keys.number("rope.scaling.factor", 0.0, 1e6, default=0.0)
     if not factor:
         factor = keys.number("rope.scale_linear", 0.0, 1e6, default=0.0) or 1.0

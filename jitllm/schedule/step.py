@@ -47,9 +47,13 @@ class SpanResult:
     """What a device computed for a span. `token` is None where nothing was sampled.
 
     prompt_logprobs: log-probability of the token after each output position that has one.
+    top_logprobs: the likeliest (token id, log-probability) pairs where `token` was drawn, and
+    prompt_top_logprobs those of each entry of prompt_logprobs; empty where not asked for.
     """
 
     sequence: int
     token: int | None
     logprob: float
     prompt_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()

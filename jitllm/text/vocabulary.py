@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal, NoReturn, Self, cast, get_args
 
-from jitllm.errors import BadContainer, BadSource, UnsupportedModel
+from jitllm.errors import BadContainer, BadSource, UnsupportedModel, shown
 from jitllm.text.merges import derive_merges, number_merges, pack_ids, unpack_ids
 from jitllm.text.special import SpecialTokens, TokenType
 from jitllm.text.splits import SPLITS, find_split
@@ -119,9 +119,9 @@ def _check(data: VocabularyData) -> None:
         if not isinstance(value, cast("type", wanted)):
             raise ValueError(f"{field.name} is a {type(value).__name__}")
     if data.kind not in get_args(Kind):
-        raise ValueError(f"it is of the unknown kind {data.kind!r}")
+        raise ValueError(f"it is of the unknown kind {shown(data.kind)}")
     if data.kind == "bpe" and data.split not in SPLITS:
-        raise ValueError(f"its pre-tokenizer {data.split!r} is unknown")
+        raise ValueError(f"its pre-tokenizer {shown(data.split)} is unknown")
     num_texts = data.tokens.count(data.tokens[0]) if data.tokens else 0
     if num_texts != data.num_tokens:
         raise ValueError("it has not as many texts as types")
@@ -130,7 +130,7 @@ def _check(data: VocabularyData) -> None:
         if token_id is not None and not (
             isinstance(token_id, int) and 0 <= token_id < data.num_tokens
         ):
-            raise ValueError(f"token {token_id!r} of {data.num_tokens}")
+            raise ValueError(f"token {shown(token_id)} of {data.num_tokens}")
     if (data.add_bos and data.bos_id is None) or (data.add_eos and data.eos_id is None):
         raise ValueError("it adds a token that it does not have")
     if len(data.merges) % 8:

@@ -46,7 +46,7 @@ def container(tmp_path: Path) -> FakeContainer:
 
 
 def budget(num_frames: int) -> int:
-    return DENSE + num_frames * FRAME
+    return DENSE + num_frames * BLOCK
 
 
 @asynccontextmanager
@@ -188,17 +188,17 @@ async def test_below_one_block_it_runs_and_says_so(container: FakeContainer) -> 
             assert len(await scan(pager)) == 12
         now = await stats(pager)
         assert (now.frames, now.resident, now.page_ins) == (1, 1, 24)
-        assert now.over_budget_bytes == DENSE + FRAME - 100
+        assert now.over_budget_bytes == DENSE + BLOCK - 100
 
 
 async def test_a_reservation_makes_blocks_give_way(container: FakeContainer) -> None:
     async with paging(container, budget(12), "off") as pager:
         await scan(pager)
-        left = await pager.ask(Reserve("kv", 5 * FRAME))
-        assert (left.room_bytes, left.frames, left.over_budget_bytes) == (7 * FRAME, 7, 0)
+        left = await pager.ask(Reserve("kv", 5 * BLOCK))
+        assert (left.room_bytes, left.frames, left.over_budget_bytes) == (7 * BLOCK, 7, 0)
         assert (await stats(pager)).resident == 7
-        assert (await pager.ask(Reserve("kv", 4 * FRAME))).frames == 8  # set, not added
-        assert (await pager.ask(Reserve("scratch", 12 * FRAME))).over_budget_bytes == 5 * FRAME
+        assert (await pager.ask(Reserve("kv", 4 * BLOCK))).frames == 8  # set, not added
+        assert (await pager.ask(Reserve("scratch", 12 * BLOCK))).over_budget_bytes == 5 * BLOCK
         await pager.ask(Unreserve("scratch"))
         assert (await pager.ask(Unreserve("kv"))).frames == 12
         with pytest.raises(JitllmError, match="dense cannot reserve"):

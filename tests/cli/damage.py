@@ -270,22 +270,32 @@ def forge_tensors(rng: random.Random, plain: Plain) -> None:
 def forge_extents(rng: random.Random, plain: Plain) -> None:
     """Where the dense region and the blocks lie, and how long they are."""
     section = rng.choice(["dense", "blocks", "blocks", "experts", "vision"])
-    records = [list(r) for r in _EXTENT.iter_unpack(plain[section])] if section != "experts" else []
-    if not records or rng.random() < 0.2:
+    if section in ("experts", "vision") or rng.random() < 0.2:
         plain[section] = other_value(rng, plain[section])
         return
+    if isinstance(plain[section], bytes):
+        plain[section] = other_extents(rng, plain[section])
+
+
+def other_extents(rng: random.Random, packed: bytes) -> bytes:
+    """Packed extents with one of them changed, two exchanged, or one more."""
+    whole = len(packed) // _EXTENT.size * _EXTENT.size
+    records = [list(record) for record in _EXTENT.iter_unpack(packed[:whole])]
+    if not records:
+        return packed + bytes(_EXTENT.size)
     one, two = rng.choice(records), rng.choice(records)
     match rng.randrange(4):
         case 0:
             one[0], two[0] = two[0], one[0]
         case 1:
             cell = rng.randrange(3)
-            one[cell] = other_value(rng, one[cell]) % (1 << 64)
+            other = other_value(rng, one[cell])
+            one[cell] = other % (1 << 64) if isinstance(other, int) else 0
         case 2:
             one[0] = (one[0] + 4096 * rng.choice([1, -1, 1 << 30, 1 << 51])) % (1 << 64)
         case 3:
             records.append(list(one))
-    plain[section] = b"".join(_EXTENT.pack(*record) for record in records)
+    return b"".join(_EXTENT.pack(*record) for record in records)
 
 
 # --- the bytes of a container -----------------------------------------------------------------

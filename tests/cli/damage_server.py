@@ -10,7 +10,9 @@ thread is started here, so a child costs what the model costs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import io
 import json
 import os
 import resource
@@ -18,13 +20,17 @@ import select
 import shutil
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from llvmlite import binding  # noqa: E402
+
 from jitllm.cli.main import main as jitllm  # noqa: E402
+from jitllm.jit.cache import emitters_fingerprint  # noqa: E402
 from tests.cli import damage  # noqa: E402
 
 ADDRESS_SPACE = 1 << 30
@@ -43,6 +49,13 @@ def preload() -> None:
         importlib.import_module(f"jitllm.kernels.{path.parent.name}.cpu")
     for name in ("jinja2", "jinja2.sandbox", "jinja2.ext", "tokenizers", "jitllm.text.chat"):
         importlib.import_module(name)
+    emitters_fingerprint()
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    with contextlib.redirect_stderr(io.StringIO()):  # the command line imports on demand, too
+        jitllm(["run", "/none", "-n", "1", "-json", "x"])
+        jitllm(["convert", "/none"])
+    gc.freeze()  # a collection in a child would copy every page
 
 
 class Trial:
@@ -66,16 +79,18 @@ class Trial:
             self._child(*outputs)
         fault = _wait(child)
         out, err, report = (_contents(fd) for fd in outputs)
+        for fd in outputs:
+            os.close(fd)
         told = json.loads(report) if report else {}
         found = {"seed": self.seed, "outcome": "", "message": "", "resident_kib": 0} | told
-        found["fault"] = fault or told.get("fault", "it ended in the middle")
+        found["fault"] = fault or told.get("fault", "the trial failed")
         if found["fault"]:
             found["message"] = f"out: {out[-2000:]} err: {err[-4000:]}"
         return found
 
     def _child(self, out: int, err: int, report: int) -> None:
         code = 1
-        with contextlib.suppress(BaseException):
+        try:
             os.dup2(out, 1)
             os.dup2(err, 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -86,7 +101,11 @@ class Trial:
                 told["fault"] = f"it took {told['resident_kib']} KiB"
             os.pwrite(report, json.dumps(told).encode(), 0)
             code = 0
-        os._exit(code)
+        except BaseException:  # not even SystemExit may come back into the server
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
 
     def _use(self, out: int, err: int) -> dict[str, Any]:
         path = self.folder / f"m.{self.kind}"
@@ -151,7 +170,7 @@ def judge(code: int, out: str, err: str) -> dict[str, Any]:
 def _wait(child: int) -> str | None:
     """How the child ended, if not well."""
     pidfd = os.pidfd_open(child)
-    ready, _, _ = select.select([pidfd], [], [], SECONDS)
+    ready = select.select([pidfd], [], [], SECONDS)[0]
     if not ready:
         os.kill(child, signal.SIGKILL)
     os.close(pidfd)

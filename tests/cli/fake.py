@@ -82,6 +82,7 @@ class FakeEngine:
     frames: int = NUM_BLOCKS
     over_budget_bytes: int = 0
     context_tokens: int = 4096
+    cached_tokens: int = 0
     requests: list[Request] = field(default_factory=list)
     num_cancelled: int = 0
     steps: int = 0
@@ -139,7 +140,14 @@ class FakeEngine:
                 break
             num += 1
             yield Delta(tokens=(token_id,), logprobs=(math.log(0.5),))
-        usage = Usage(len(request.prompt), num, 0.0, 0.25, 0.5, 0.125)
+        usage = Usage(
+            prompt_tokens=len(request.prompt),
+            generated_tokens=num,
+            cached_tokens=self.cached_tokens,
+            prefill_s=0.25,
+            decode_s=0.5,
+            ttft_s=0.125,
+        )
         yield Delta(finish=finish, usage=usage)
 
     async def stats(self) -> EngineStats:

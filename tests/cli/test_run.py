@@ -82,6 +82,15 @@ def test_the_report_is_on_stderr(jitllm: Jitllm, opener: Opener) -> None:
     assert lines[2] == "prompt 3 tok in 250 ms (12.0 tok/s)   decode 4 tok in 500 ms (8.0 tok/s)"
 
 
+def test_cached_tokens_do_not_count_as_computed(jitllm: Jitllm, opener: Opener) -> None:
+    opener.engine.cached_tokens = 2
+    done = jitllm("run", "m.jlm", "-n", "5", "-json", "hi")
+    assert done.json["prefill_tok_s"] == 1 / 0.25
+    assert done.json["cached_tokens"] == 2
+    assert "prompt 1 tok in 250 ms" in done.err
+    assert "2 tok of the prompt cached" in done.err
+
+
 def test_a_tight_budget_is_announced(jitllm: Jitllm, opener: Opener) -> None:
     opener.engine.frames = 2
     opener.engine.over_budget_bytes = 3 << 20

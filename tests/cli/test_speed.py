@@ -30,6 +30,12 @@ def test_json_has_medians_and_samples(jitllm: Jitllm, opener: Opener) -> None:
     assert report["gb_s"] == pytest.approx(report["decode_tok_s"] * WEIGHT_BYTES / 1e9)
 
 
+def test_cached_tokens_do_not_count(jitllm: Jitllm, opener: Opener) -> None:
+    opener.engine.cached_tokens = 9
+    report = jitllm("speed", "m.jlm", "-p", "9", "-n", "0", "-json").json
+    assert report["samples"]["prefill_tok_s"] == [0, 0, 0]
+
+
 def test_a_phase_can_be_left_out(jitllm: Jitllm, opener: Opener) -> None:
     report = jitllm("speed", "m.jlm", "-p", "0", "-n", "3", "-json").json
     assert report["prefill_tok_s"] is None

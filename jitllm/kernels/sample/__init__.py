@@ -10,7 +10,7 @@ from enum import IntEnum
 from jitllm.kernels.op import Buffer, Rows, Weight
 
 RECORD_BYTES = 128
-"""One sampling record: two cache lines. The first holds settings, the second begins with results."""
+"""One sampling record: two cache lines. The first holds settings, the second results and lists."""
 
 PAIR_BYTES = 8
 """One pair of an i32 token id and an f32: an entry of the bias list and of the top list."""
