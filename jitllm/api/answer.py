@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jitllm.api.errors import ApiError, explained
+from jitllm.api.errors import explained
 
 Parts = AsyncGenerator[bytes, None]
 
@@ -35,6 +35,10 @@ def as_json(value: Any) -> bytes:
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + as_json(value) + b"\n\n"
+
+
+class _SlowReaderError(Exception):
+    """The client took too long to read; for us it is gone."""
 
 
 class Answer(Response):
@@ -85,14 +89,14 @@ class Answer(Response):
                 await self._send(send, _body(first, more=self._is_stream))
                 if self._is_stream:
                     await self._send_rest(parts, send)
-            except TimeoutError:
+            except _SlowReaderError:
                 scope["jitllm.gone"] = True
 
     async def _send_rest(self, parts: Parts, send: Send) -> None:
         try:
             async for part in parts:
                 await self._send(send, _body(part, more=True))
-        except TimeoutError:
+        except _SlowReaderError:
             raise
         except Exception as error:  # the status is out: what is left is to say so in the stream
             await self._send(send, _body(event(explained(error, self._param).body()), more=True))
@@ -103,33 +107,11 @@ class Answer(Response):
         return {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        async with asyncio.timeout(self._send_timeout_s):
-            await send(message)
-
-
-async def with_pings(parts: Parts, every_s: float) -> AsyncIterator[bytes]:
-    """`parts`, with a PING whenever nothing came for so long."""
-    waiting: asyncio.Task[bytes] | None = None
-    try:
-        while True:
-            waiting = waiting or asyncio.ensure_future(_next(parts))
-            done, _ = await asyncio.wait({waiting}, timeout=every_s)
-            if not done:
-                yield PING
-                continue
-            part, waiting = waiting, None
-            try:
-                yield part.result()
-            except StopAsyncIteration:
-                return
-    finally:
-        if waiting is not None:
-            await _stopped(waiting)
-        await parts.aclose()
-
-
-async def _next(parts: Parts) -> bytes:
-    return await anext(parts)
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+        except TimeoutError as error:
+            raise _SlowReaderError from error
 
 
 async def _gone(receive: Receive) -> None:
@@ -146,6 +128,3 @@ async def _stopped(task: asyncio.Task[Any]) -> None:
 
 def _body(data: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
-
-
-__all__ = ["DONE", "PING", "Answer", "ApiError", "as_json", "event", "with_pings"]

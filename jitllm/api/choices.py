@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,9 @@ from jitllm.text.stop import StopStrings
 if TYPE_CHECKING:
     from jitllm.api.models import Served
     from jitllm.text.tokenizer import Tokenizer
+
+_PIECES_AHEAD = 64
+"""Pieces that wait for a slow reader before its sequences wait too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is certain now, and the tokens that begin in it (if log-probabilities are wanted)."""
+    """Text that is certain now, and the tokens that begin in it, if anybody wants them told."""
 
     text: str = ""
     tokens: tuple[Token, ...] = ()
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +202,14 @@ class Choice:
     def _rest(self) -> Piece:
         """What was held back, and the tokens that nothing came of."""
         if self._echo is not None:
-            return Piece()
+            return Piece(is_last=True)
         text = self._decoded(self._decoder.flush()) + self._stops.flush()
         if self._stops.matched is not None and not self.is_cancelled:
             self.finish = Finish.STOP
         piece = self._piece(text) or Piece()
-        if self._stops.matched is not None:
-            return piece
-        left, self._pending = tuple(self._pending), deque()
-        return Piece(piece.text, piece.tokens + left)
+        left = () if self._stops.matched is not None else tuple(self._pending)
+        self._pending.clear()
+        return Piece(piece.text, piece.tokens + left, is_last=True)
 
 
 async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, together: int) -> None:
@@ -224,6 +227,40 @@ async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, toget
                 group.create_task(run(choice))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def pieces(
+    choices: Sequence[Choice], session: Session, together: int, patience_s: float
+) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
+    """Pieces of all choices as they come; None whenever nothing came for so long.
+
+    Whoever reads slowly stops the choices from getting ahead, and closing this ends them.
+    """
+    queue: asyncio.Queue[tuple[Choice, Piece] | None] = asyncio.Queue()
+    room = asyncio.Semaphore(_PIECES_AHEAD)
+
+    async def emit(choice: Choice, piece: Piece) -> None:
+        await room.acquire()
+        queue.put_nowait((choice, piece))
+
+    worker = asyncio.create_task(run_all(choices, session, emit, together))
+    worker.add_done_callback(lambda _: queue.put_nowait(None))
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(patience_s):
+                    item = await queue.get()
+            except TimeoutError:
+                yield None
+                continue
+            if item is None:
+                worker.result()
+                return
+            room.release()
+            yield item
+    finally:
+        worker.cancel()
+        await asyncio.wait({worker})
 
 
 def known(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:

@@ -94,12 +94,85 @@ def rot(rng: random.Random, data: bytearray, regions: list[tuple[int, int]]) -> 
     return data
 
 
-def damaged_gguf(seed: int, sound: bytes, head_bytes: int) -> bytes:
-    """A damaged GGUF file; two thirds of it in the first `head_bytes`, where the header stands."""
+def damaged_gguf(seed: int, sound: bytes) -> bytes:
+    """A damaged GGUF file: half of them rot, mostly in the header; in the others fields lie."""
     rng = random.Random(f"gguf {seed}")
-    fields = min(head_bytes, 1200)
-    regions = [(0, 32), (0, fields), (0, head_bytes), (max(head_bytes - 2000, 0), head_bytes)]
-    return bytes(rot(rng, bytearray(sound), [*regions, (head_bytes, len(sound)), (0, len(sound))]))
+    fields = gguf_fields(sound)
+    head = fields[-1][0] + 8
+    if seed % 2:
+        data = bytearray(sound)
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            forge_field(rng, data, fields)
+        return bytes(data)
+    regions = [(0, 32), (0, 1200), (0, head), (head - 2000, head), (head, len(sound))]
+    return bytes(rot(rng, bytearray(sound), [*regions, (0, len(sound))]))
+
+
+def forge_field(rng: random.Random, data: bytearray, fields: list[tuple[int, str]]) -> None:
+    """Another number in one field of the header, or that of a field like it."""
+    at, code = rng.choice(fields)
+    size = struct.calcsize(code)
+    value = struct.unpack_from(code, data, at)[0]
+    if rng.random() < 0.2:
+        twin = rng.choice([other for other in fields if other[1] == code])[0]
+        data[at : at + size] = data[twin : twin + size]
+        return
+    other = other_value(rng, value)
+    if code in "<f<d":
+        other = other if isinstance(other, float) and not 3e38 < abs(other) < math.inf else 0.0
+    elif code != "<?":
+        other = other % (1 << 8 * size) if isinstance(other, int) else 0
+    struct.pack_into(code.upper() if code in "<b<h<i<q" else code, data, at, other)
+
+
+def gguf_fields(data: bytes) -> list[tuple[int, str]]:
+    """Place and code of the numbers in a GGUF header: counts, lengths, kinds, values, tensors.
+
+    Of an array its kind, its length and its first item, which for a text is the text's length.
+    """
+    kinds = "<B <b <H <h <I <i <f <?".split()
+    scalars = dict(enumerate(kinds)) | {10: "<Q", 11: "<q", 12: "<d"}
+    found: list[tuple[int, str]] = []
+    at = 4
+
+    def take(code: str) -> int:
+        nonlocal at
+        found.append((at, code))
+        at += struct.calcsize(code)
+        return int(struct.unpack_from(code, data, at - struct.calcsize(code))[0])
+
+    def skip_text() -> None:
+        nonlocal at
+        at += struct.unpack_from("<Q", data, at)[0] + 8
+
+    def value(kind: int) -> None:
+        nonlocal at
+        if kind == 9:
+            kind, length = take("<I"), take("<Q")
+            found.append((at, scalars.get(kind, "<Q")))
+            for _ in range(length):
+                if kind == 8:
+                    skip_text()
+                else:
+                    at += struct.calcsize(scalars[kind])
+        elif kind == 8:
+            found.append((at, "<Q"))
+            skip_text()
+        else:
+            take(scalars[kind])
+
+    take("<I")
+    num_tensors, num_keys = take("<Q"), take("<Q")
+    for _ in range(num_keys):
+        skip_text()
+        value(take("<I"))
+    for _ in range(num_tensors):
+        skip_text()
+        for _ in range(take("<I")):
+            take("<Q")
+        take("<I")
+        take("<Q")
+    return found
 
 
 # --- containers -------------------------------------------------------------------------------

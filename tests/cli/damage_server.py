@@ -111,7 +111,7 @@ class Trial:
         path = self.folder / f"m.{self.kind}"
         if self.kind == "gguf":
             sound = self.source.read_bytes()
-            path.write_bytes(damage.damaged_gguf(self.seed, sound, sound.rindex(b"blk.") + 100))
+            path.write_bytes(damage.damaged_gguf(self.seed, sound))
             told = self._call(out, err, "convert", path)
             left = sorted(p.name for p in self.folder.iterdir())
             if told["fault"] or told["code"]:
@@ -124,8 +124,10 @@ class Trial:
     def _answer(self, out: int, err: int, path: Path) -> dict[str, Any]:
         """Paged and all in memory: the same answer, or the same refusal."""
         chat = ("-chat",) if self.seed % 5 == 0 else ()
+        draw = ("-temp", "1", "-top-k", "40", "-top-p", "0.9", "-repeat-penalty", "1.1")
+        draw = draw if self.seed % 7 == 0 else ()
         paged, whole = (
-            self._call(out, err, "run", path, *flags, *chat, "-n", "1", "-json", "Hello there")
+            self._call(out, err, "run", path, *flags, *chat, *draw, "-n", "1", "-json", "Hello there")
             for flags in (("-maxmem", "1"), ("-threads", "1"))
         )
         if paged["fault"] or whole["fault"]:
@@ -133,7 +135,7 @@ class Trial:
         if paged["code"] != whole["code"] or paged["ids"] != whole["ids"]:
             return paged | {"fault": f"paging changes the answer: {paged} {whole}"}
         is_believed = self.kind == "gguf" or damage.is_forged(self.seed)
-        if not is_believed and not paged["code"] and paged["ids"] != self.answer and not chat:
+        if not is_believed and not paged["code"] and paged["ids"] != self.answer and not (chat or draw):
             return paged | {"fault": f"a wrong answer: {paged['ids']}"}
         return paged
 

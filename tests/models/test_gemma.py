@@ -6,6 +6,7 @@ compared, but logits along a golden reply, and how likely a text is.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from jitllm.engine import Outputs, Request
+from jitllm.jit.tiers import available
 from tests.conftest import DATA
-from tests.models.native import F32, opened, prompt_logits, reply
+from tests.models.native import F32, Reply, opened, prompt_logits, reply
 
 GOLDEN = DATA / "golden" / "gemma3-270m.npz"
 NUM_POSITIONS = 65
@@ -52,6 +54,20 @@ def prompts() -> Iterator[Prompt]:
                 top_ids=arrays[f"{name}.exact_top_ids"],
                 top_logits=arrays[f"{name}.exact_top_logits"],
             )
+
+
+REQUEST = Request(tuple(next(prompts()).tokens), max_tokens=8, logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def expected(gemma_model: Path) -> Reply:
+    """The reply to `REQUEST`."""
+
+    async def ask() -> Reply:
+        async with opened(gemma_model) as model:
+            return await reply(model.engine, REQUEST)
+
+    return asyncio.run(ask())
 
 
 async def test_prompts_have_the_golden_ids(gemma_model: Path) -> None:
@@ -95,3 +111,13 @@ async def test_a_text_is_as_likely_as_in_exact_arithmetic(gemma_model: Path) -> 
     perplexity = np.exp(-logprobs.mean())
     print(f"perplexity {perplexity:.3f}")
     assert perplexity == pytest.approx(np.exp(exact.mean()), rel=0.0075)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("tier", [tier.name for tier in available()])
+async def test_tiers_and_threads_are_invisible_in_the_bits(
+    tier: str, threads: int, gemma_model: Path, expected: Reply
+) -> None:
+    async with opened(gemma_model, tier=tier, threads=threads) as model:
+        assert (await reply(model.engine, REQUEST)).bits == expected.bits

@@ -1,0 +1,102 @@
+"""What all endpoints of one server share: its models, its sessions, its limits, its counts.
+
+Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from jitllm.api.errors import ApiError, unknown_model
+from jitllm.api.metrics import Counts
+from jitllm.api.models import Models, Served
+from jitllm.api.sessions import Session, Sessions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a client may ask of a server. Sizes in bytes, times in seconds.
+
+    api_key: what every request but /healthz must bring as a bearer token; empty: none.
+    max_depth: nesting of a JSON body. receive_timeout_s: for the whole body. send_timeout_s: for a
+    client that reads nothing. patience_s: after so long without a token a stream gets a sign of
+    life. stuck_after_s: an engine that has work and makes no step for so long is not healthy.
+    """
+
+    api_key: str = ""
+    max_body_bytes: int = 16 << 20
+    max_depth: int = 32
+    receive_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+    patience_s: float = 10.0
+    stuck_after_s: float = 60.0
+    stats_timeout_s: float = 5.0
+
+
+@dataclass(kw_only=True)
+class Service:
+    """One server."""
+
+    models: Models
+    limits: Limits = field(default_factory=Limits)
+    sessions: Sessions = field(default_factory=Sessions)
+    counts: Counts = field(default_factory=Counts)
+    began_s: float = field(default_factory=time.perf_counter)
+    is_draining: bool = False
+
+    def served(self, model_id: str) -> Served:
+        """The model of that name. Raises ApiError if there is none."""
+        found = self.models.get(model_id)
+        if found is None:
+            raise unknown_model(model_id, [served.id for served in self.models.list()])
+        return found
+
+    @contextmanager
+    def session(self, request: Request, model_id: str, prefix: str) -> Iterator[Serving]:
+        """Finds a model and keeps it in use for the block; raises ApiError while draining."""
+        if self.is_draining:
+            raise ApiError(
+                503, "the server is shutting down", None, "draining", {"Retry-After": "5"}
+            )
+        served = self.served(model_id)
+        request.scope["jitllm.model"] = served.id
+        client = request.client
+        with self.sessions.open(
+            served,
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            request_id=request.scope.get("jitllm.request_id", ""),
+            kind=prefix,
+            client=f"{client.host}:{client.port}" if client else "",
+        ) as session:
+            yield Serving(served, session, model_id, int(time.time()))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more requests and wait for those under way; False if some are left then."""
+        self.is_draining = True
+        stop_s = time.monotonic() + timeout_s
+        while len(self.sessions) and time.monotonic() < stop_s:
+            await asyncio.sleep(0.02)
+        return not len(self.sessions)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A request and the model that works on it. name: what the request called the model."""
+
+    served: Served
+    session: Session
+    name: str
+    created_s: int
+
+
+def service_of(request: Request) -> Service:
+    """The service of the app that a request came to."""
+    service: Service = request.app.state.service
+    return service
