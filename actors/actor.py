@@ -52,6 +52,46 @@ class Ref(Protocol):
         ...
 
 
+class NamedRef:
+    """Base of the refs that travel between processes by their name."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """See `Ref`."""
+        raise NotImplementedError
+
+
+class Recipe(Protocol):
+    """How an actor is made in the process where it will live: plain values that travel there."""
+
+    async def make(self) -> Actor:
+        """A new actor, not started yet."""
+        ...
+
+
+class AnyRuntime(Protocol):
+    """What carries actors: one process, or a cluster."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What about the place makes replies slower than they could be."""
+        ...
+
+    async def start(self, recipe: Recipe, name: str, *, restarts: bool = False) -> Ref:
+        """Start an actor under `name`; its ref once it is ready.
+
+        restarts: when its process dies, its successor is made from the same recipe. Raises what
+        `recipe.make` and the actor's `on_start` raise.
+        """
+        ...
+
+    async def stop(self, name: str) -> None:
+        """Stop one actor: what is queued or waits is answered with `Stopped`."""
+        ...
+
+
 class Context(Protocol):
     """What an actor may use of the runtime that it lives in."""
 

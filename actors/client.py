@@ -21,6 +21,7 @@ from actors.messages import (
     SchedulerStats,
     SchedulerStatsRequest,
     SetBudget,
+    Shrink,
     Submit,
     Submitted,
 )
@@ -55,7 +56,9 @@ class Client:
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         """Change the host budget between two tokens; returns what was reached."""
-        return _pages(await self._pager.ask(SetBudget(budget_bytes)))
+        reached: PagerStats = await self._pager.ask(SetBudget(budget_bytes))
+        await self._device.ask(Shrink(reached.spare_bytes))
+        return _pages(reached)
 
     async def stats(self) -> EngineStats:
         """A snapshot."""
@@ -72,6 +75,7 @@ class Client:
             threads=device.threads,
             tier=device.tier,
             context_tokens=device.context_tokens,
+            kv_idle_bytes=device.kv_idle_bytes,
         )
 
     async def close(self) -> None:

@@ -10,17 +10,20 @@ import asyncio
 import mmap
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
 from actors.actor import Actor, Ref
+from actors.mailbox import Lost
 from actors.messages import (
     Acquire,
     Close,
     DeviceMessage,
     DeviceStats,
     DeviceStatsRequest,
+    Forget,
     Lease,
     Open,
     Opened,
@@ -28,9 +31,9 @@ from actors.messages import (
     Release,
     Reserve,
     Reserved,
+    Shrink,
     Step,
     StepDone,
-    Unreserve,
 )
 from jitllm.devices.host import HostProgram
 from jitllm.engine import MAX_TOP_LOGPROBS, Logits, Sampling, TopLogprobs
@@ -44,6 +47,7 @@ from jitllm.kernels.sample import (
     pack_pairs,
     unpack_top,
 )
+from jitllm.memory import prefix
 from jitllm.memory.pages import KvPages
 from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
 from jitllm.schedule.step import Span, SpanOutputs, SpanResult
@@ -56,7 +60,8 @@ _TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 class _Seat:
     """What the device keeps of a sequence: its history for penalties, and the room promised.
 
-    biases: the pairs of `sampling.logit_bias` as the kernel reads them.
+    biases: the pairs of `sampling.logit_bias` as the kernel reads them. num_published: page sets
+    that others may share, and digest: the name of the last of them. shares: whether it takes part.
     """
 
     sampling: Sampling
@@ -66,6 +71,9 @@ class _Seat:
     history: array[int]
     max_tokens: int
     promised_tokens: int
+    shares: bool
+    num_published: int
+    digest: bytes
 
     def num_top(self, span: Span) -> int:
         """Likeliest tokens to name at each output of a span."""
@@ -76,7 +84,8 @@ class _Seat:
 class Device(Actor):
     """One CPU device with all blocks of a model.
 
-    pager: whose frames the blocks lie in. logits: the epilogue's output buffer.
+    pager: whose frames the blocks lie in. logits: the epilogue's output buffer. compiled_kernels,
+    compile_s: what making the program took. owned: what ends with the device.
     """
 
     def __init__(
@@ -89,6 +98,9 @@ class Device(Actor):
         tier: str,
         threads: int,
         context_tokens: int,
+        compiled_kernels: int,
+        compile_s: float,
+        owned: ExitStack,
     ) -> None:
         self._program = program
         self._pages = pages
@@ -97,6 +109,9 @@ class Device(Actor):
         self._tier = tier
         self._threads = threads
         self._context_tokens = context_tokens
+        self._compiled_kernels = compiled_kernels
+        self._compile_s = compile_s
+        self._owned = owned
         self._seats: dict[int, _Seat] = {}
         self._sampling = array("B", bytes(RECORD_BYTES * program.limits.outputs))
         self._tops = array("B", bytes(_TOP_BYTES * program.limits.outputs))
@@ -104,13 +119,15 @@ class Device(Actor):
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
 
     async def on_start(self) -> None:
-        """Scratch is charged to the host's budget."""
-        await self._pager.ask(Reserve("scratch", self._program.scratch_bytes))
+        """Scratch is charged to the host's budget, in place of what a predecessor held."""
+        await self._pager.ask(Forget(self._name))
+        await self._pager.ask(Reserve("scratch", self._program.scratch_bytes, self._name))
 
     async def on_stop(self) -> None:
         """Give threads and memory back."""
         self._compute.shutdown()
         self._program.close()
+        self._owned.close()
 
     async def receive(self, message: DeviceMessage) -> object:
         """Handle one message."""
@@ -122,32 +139,37 @@ class Device(Actor):
                 return None
             case Step():
                 return await self._step(message)
+            case Shrink():
+                self._pages.shrink(message.max_bytes)
+                return None
             case DeviceStatsRequest():
                 return DeviceStats(
                     kv_bytes=self._pages.held_bytes,
+                    kv_idle_bytes=self._pages.idle_bytes,
                     scratch_bytes=self._program.scratch_bytes,
                     threads=self._threads,
                     tier=self._tier,
                     context_tokens=self._context_tokens,
+                    compiled_kernels=self._compiled_kernels,
+                    compile_s=self._compile_s,
                 )
             case _:
                 assert_never(message)
 
+    @property
+    def _name(self) -> str:
+        """Under which the pager knows what is held here."""
+        return self.context.me.name
+
     # --- sequences ---------------------------------------------------------------------------
 
-    def _sets_bytes(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pages.page_tokens) * self._pages.set_bytes
-
     async def _open(self, message: Open) -> Opened | Refused:
-        """Promise a sequence its KV room."""
-        need = self._sets_bytes(message.promised_tokens)
-        name = f"kv {message.sequence}"
-        reserved: Reserved = await self._pager.ask(Reserve(name, need))
-        if reserved.over_budget_bytes and not message.must_fit:
-            await self._pager.ask(Unreserve(name))
-            return Refused(need, max(need - reserved.over_budget_bytes, 0))
-        self._pages.open(message.sequence, message.max_tokens)
-        self._seats[message.sequence] = _Seat(
+        """Promise a sequence its KV room; one that is there already begins again."""
+        await self._close(message.sequence)
+        wanted = prefix.reusable(message.tokens, self._pages.page_tokens)
+        num_cached = self._pages.open(message.sequence, message.max_tokens, wanted)
+        num_published = num_cached // self._pages.page_tokens
+        seat = self._seats[message.sequence] = _Seat(
             message.sampling,
             message.logprobs,
             message.top_logprobs,
@@ -155,36 +177,72 @@ class Device(Actor):
             array("i", bytes(4 * message.max_tokens)),
             message.max_tokens,
             message.promised_tokens,
+            bool(message.tokens),
+            num_published,
+            wanted[num_published - 1] if num_published else b"",
         )
-        return Opened(message.sequence)
+        seat.history[:num_cached] = array("i", message.tokens[:num_cached])
+        reserved = await self._charge()
+        if reserved.over_budget_bytes and not message.must_fit:
+            need = self._pages.set_bytes * self._pages.num_sets(message.promised_tokens)
+            await self._close(message.sequence)
+            return Refused(need, max(need - reserved.over_budget_bytes, 0))
+        return Opened(message.sequence, num_cached)
 
     async def _close(self, sequence: int) -> None:
         """Free what a sequence holds; closing one twice does nothing."""
-        self._pages.close(sequence)
         if self._seats.pop(sequence, None) is not None:
-            await self._pager.ask(Unreserve(f"kv {sequence}"))
+            self._pages.close(sequence)
+            await self._charge()
+
+    async def _charge(self) -> Reserved:
+        """Tell the pager what KV takes, and give up what was only kept where there is no room.
+
+        What sequences hold counts once, however many share it, and so does what they were promised
+        and have not taken yet.
+        """
+        pages = self._pages
+        promised = sum(
+            max(pages.num_sets(seat.promised_tokens) - pages.num_taken(sequence), 0)
+            for sequence, seat in self._seats.items()
+        )
+        num_bytes = pages.held_bytes + promised * pages.set_bytes
+        reserved: Reserved = await self._pager.ask(Reserve("kv", num_bytes, self._name))
+        pages.shrink(reserved.spare_bytes)
+        return reserved
 
     async def _grow(self, span: Span) -> None:
         """Pages for a span's positions; the promise grows with a reply that outruns it."""
-        seat = self._seats[span.sequence]
+        seat, pages = self._seats[span.sequence], self._pages
         if span.stop > seat.promised_tokens:
             seat.promised_tokens = min(span.stop + MIN_PROMISED_TOKENS, seat.max_tokens)
-            need = self._sets_bytes(seat.promised_tokens)
-            await self._pager.ask(Reserve(f"kv {span.sequence}", need))
-        if not self._pages.grow(span.sequence, span.stop):
+            await self._charge()
+        if not pages.grow(span.sequence, span.stop):
             raise OverBudget(
                 f"KV of {span.stop} positions",
-                self._sets_bytes(span.stop),
-                self._pages.num_free * self._pages.set_bytes,
+                pages.num_sets(span.stop) * pages.set_bytes,
+                pages.num_free * pages.set_bytes,
             )
+
+    def _publish(self, span: Span) -> None:
+        """What a span filled may be shared from now on: nobody writes to a full page again."""
+        seat, size = self._seats[span.sequence], self._pages.page_tokens
+        while seat.shares and (stop := (seat.num_published + 1) * size) <= span.stop:
+            seat.digest = prefix.extend(seat.digest, seat.history[stop - size : stop])
+            self._pages.publish(span.sequence, seat.num_published, seat.digest)
+            seat.num_published += 1
 
     # --- steps -------------------------------------------------------------------------------
 
     async def _step(self, message: Step) -> StepDone:
+        if any(span.sequence not in self._seats for span in message.spans):
+            raise Lost(self._name, "it began again, and knows no sequence of before")
         for span in message.spans:
             await self._grow(span)
         self._describe(message.spans)
         await self._run()
+        for span in message.spans:
+            self._publish(span)
         results, logits = [], []
         row = 0
         for span in message.spans:
@@ -252,7 +310,7 @@ class Device(Actor):
         loop = asyncio.get_running_loop()
         program, start, num_blocks = self._program, 0, self._program.num_blocks
         while start < num_blocks:
-            lease: Lease = await self._pager.ask(Acquire(start, num_blocks))
+            lease: Lease = await self._pager.ask(Acquire(start, num_blocks, self._name))
             first, last = start == 0, lease.stop == num_blocks
             try:
                 work = partial(program.run, start, lease.stop, first=first, last=last)

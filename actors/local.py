@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from actors.actor import Actor, Message
+from actors.actor import Actor, Message, NamedRef, Recipe
 from actors.mailbox import Mailbox, MailboxStatistics, Stopped
 from jitllm.log import logger
 
@@ -39,6 +39,15 @@ class Runtime:
         self._strict = strict
         self._cells: dict[str, _Cell] = {}
         self._tasks = asyncio.TaskGroup()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What about the place makes replies slower than they could be: nothing is known."""
+        return ()
+
+    async def start(self, recipe: Recipe, name: str, *, restarts: bool = False) -> LocalRef:
+        """Start an actor that is made here; see `spawn`. In one process nothing is restarted."""
+        return await self.spawn(await recipe.make(), name)
 
     async def spawn(self, actor: Actor, name: str, *, max_queued: int = MAX_QUEUED) -> LocalRef:
         """Start `actor` under `name`; its ref once it is ready.
@@ -103,7 +112,7 @@ class Runtime:
         return copy
 
 
-class LocalRef:
+class LocalRef(NamedRef):
     """The address of an actor of this process."""
 
     __slots__ = ("_cell",)
@@ -118,13 +127,13 @@ class LocalRef:
 
     async def tell(self, message: Message[Any]) -> None:
         """See `Ref.tell`."""
-        await self._cell.mailbox.put(_Letter(self._cell.runtime.carry(message), None))
+        await self._cell.mailbox.put(Letter(self._cell.runtime.carry(message), None))
 
     async def ask(self, message: Message[R]) -> R:
         """See `Ref.ask`."""
         cell = self._cell
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        letter = _Letter(cell.runtime.carry(message), reply)
+        letter = Letter(cell.runtime.carry(message), reply)
         try:
             await cell.mailbox.put(letter)
             return await reply
@@ -135,6 +144,18 @@ class LocalRef:
                 cell.lose(letter, reply.result())
             raise
 
+    def offer(self, letter: Letter) -> bool:
+        """Queue `letter` if there is room. Raises `Stopped` when the actor has."""
+        return self._cell.mailbox.offer(letter)
+
+    async def put(self, letter: Letter) -> None:
+        """Queue `letter`, after waiting for room. Raises `Stopped` when the actor has."""
+        await self._cell.mailbox.put(letter)
+
+    def lose(self, letter: Letter, reply: object) -> None:
+        """Nobody took the `reply` to `letter`."""
+        self._cell.lose(letter, reply)
+
     def statistics(self) -> MailboxStatistics:
         """Of the actor's mailbox."""
         return self._cell.mailbox.statistics()
@@ -144,8 +165,11 @@ class LocalRef:
 
 
 @dataclass(slots=True, eq=False)
-class _Letter:
-    """A message on its way; `reply` is None when nobody waits for one."""
+class Letter:
+    """A message on its way; `reply` is None when nobody waits for one.
+
+    A reply that was cancelled is one that nobody waits for any more.
+    """
 
     message: Any
     reply: asyncio.Future[Any] | None
@@ -157,14 +181,14 @@ class _Cell:
     def __init__(self, runtime: Runtime, actor: Actor, name: str, max_queued: int) -> None:
         self.runtime = runtime
         self.name = name
-        self.mailbox: Mailbox[_Letter] = Mailbox(name, max_queued)
+        self.mailbox: Mailbox[Letter] = Mailbox(name, max_queued)
         self.ref = LocalRef(self)
         self.task: asyncio.Task[None] | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._actor = actor
         actor.context = self
         self._beside: set[asyncio.Task[None]] = set()
-        self._owed: set[_Letter] = set()
+        self._owed: set[Letter] = set()
 
     @property
     def me(self) -> LocalRef:
@@ -197,14 +221,14 @@ class _Cell:
         finally:
             await self._end()
 
-    def lose(self, letter: _Letter, reply: object) -> None:
+    def lose(self, letter: Letter, reply: object) -> None:
         """Tell the actor that nobody took `reply`."""
         try:
             self._actor.on_lost(letter.message, reply)
         except Exception:
             _log.exception("%s could not take a reply back", self.name)
 
-    async def _handle(self, letter: _Letter) -> None:
+    async def _handle(self, letter: Letter) -> None:
         """Have `letter` handled and answer it, whatever happens."""
         try:
             reply = await self._actor.receive(letter.message)
@@ -222,7 +246,7 @@ class _Cell:
             else:
                 self._answer(letter, reply)
 
-    def _pay(self, letter: _Letter, reply: asyncio.Future[Any]) -> None:
+    def _pay(self, letter: Letter, reply: asyncio.Future[Any]) -> None:
         """A reply that was promised is there."""
         self._owed.discard(letter)
         if reply.cancelled():
@@ -232,7 +256,7 @@ class _Cell:
         else:
             self._answer(letter, reply.result())
 
-    def _answer(self, letter: _Letter, reply: object) -> None:
+    def _answer(self, letter: Letter, reply: object) -> None:
         if letter.reply is None:
             return
         if letter.reply.done():  # cancelled while it was handled
@@ -243,7 +267,7 @@ class _Cell:
         except Exception as error:  # strict: this reply could not travel
             self._refuse(letter, error)
 
-    def _refuse(self, letter: _Letter, error: BaseException) -> None:
+    def _refuse(self, letter: Letter, error: BaseException) -> None:
         if letter.reply is None:
             if not isinstance(error, Stopped):
                 _log.error(

@@ -24,6 +24,18 @@ class Stopped(JitllmError):
         self.name = name
 
 
+class Lost(Stopped):
+    """The process of an actor ended, or does not move, before it answered.
+
+    Whether it did what it was asked is not known. A later message finds the actor that took its
+    place, if one did.
+    """
+
+    def __init__(self, name: str, problem: str = "its process ended") -> None:
+        super().__init__(name)
+        self.problem = f"{name} was lost: {problem}"
+
+
 @dataclass(frozen=True, slots=True)
 class MailboxStatistics:
     """A mailbox at one moment."""
@@ -62,10 +74,7 @@ class Mailbox(Generic[T]):
         Raises `Stopped` when the mailbox is closed or gets closed meanwhile. Cancelled while it
         waits, it takes `item` back, unless room for it came in that same moment.
         """
-        if self._is_closed:
-            raise Stopped(self.name)
-        if len(self._queued) < self._max_queued:  # then nobody waits either
-            self._queue(item)
+        if self.offer(item):  # then nobody waits either
             return
         turn = asyncio.get_running_loop().create_future()
         self._senders.append((turn, item))
@@ -74,6 +83,15 @@ class Mailbox(Generic[T]):
         except asyncio.CancelledError:
             self._senders = deque(entry for entry in self._senders if entry[0] is not turn)
             raise
+
+    def offer(self, item: T) -> bool:
+        """Queue `item` if there is room. Raises `Stopped` when the mailbox is closed."""
+        if self._is_closed:
+            raise Stopped(self.name)
+        if len(self._queued) >= self._max_queued:
+            return False
+        self._queue(item)
+        return True
 
     async def take(self) -> T:
         """The oldest message, when there is one; cancelled, it leaves the mailbox as it was.

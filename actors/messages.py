@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.actor import Message
+from jitllm.devices.memory import Handle
 from jitllm.engine import Delta, Logits, Request, Sampling
 from jitllm.schedule.step import Span, SpanResult
 
@@ -25,13 +26,15 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
-    """Where the weights lie in this process, for as long as the pager lives."""
+class Located:
+    """Where the weights lie on this node, for as long as the pager lives."""
 
-    dense: int
-    """Of the first byte of the dense region, which is always resident."""
-    blocks: tuple[int, ...]
-    """Of the first byte of each block's extent; to be read under a lease only."""
+    dense: Handle
+    """Of the dense region, which is always resident."""
+    blocks: Handle
+    """Of the memory for all blocks; to be read under a lease only."""
+    offsets: tuple[int, ...]
+    """Where in it the extent of each block begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Reserved:
     """Blocks that can be held at once; one is always admitted."""
     over_budget_bytes: int
     """What the model takes beyond the budget, one block at the least."""
+    spare_bytes: int
+    """What may be kept besides, as long as it is given up on demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class PagerStats:
     """Dense region and reservations."""
     over_budget_bytes: int
     """What the model takes beyond the budget, one block at the least."""
+    spare_bytes: int
+    """What nobody needs, all blocks being there: what may be kept and given up on demand."""
     read_s: float
     """Time that page-ins took, overlapping or not."""
     wait_s: float
@@ -83,6 +90,8 @@ class Acquire(Message[Lease]):
 
     start: int
     stop: int
+    device: str = ""
+    """Who holds the lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ class Release(Message[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Locate(Message[Addresses]):
+class Locate(Message[Located]):
     """Say where the weights lie."""
 
 
@@ -106,6 +115,8 @@ class Reserve(Message[Reserved]):
 
     name: str
     num_bytes: int
+    device: str = ""
+    """Who needs it: names of two devices are two names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,14 @@ class Unreserve(Message[Reserved]):
     """`name` takes nothing any more."""
 
     name: str
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget(Message[None]):
+    """What `device` held, it holds no more: it begins, perhaps after a death."""
+
+    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +146,22 @@ class PagerStatsRequest(Message[PagerStats]):
     """Say what is held and what was done."""
 
 
-PagerMessage = Acquire | Release | Locate | Reserve | Unreserve | SetBudget | PagerStatsRequest
+PagerMessage = (
+    Acquire | Release | Locate | Reserve | Unreserve | Forget | SetBudget | PagerStatsRequest
+)
 
 # ----------------------------------------------------------------------------------------- device
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A sequence has a seat: its page table, and the KV room it was promised."""
+    """A sequence has a seat: its page table, and the KV room it was promised.
+
+    num_cached: its first positions whose keys and values exist; its steps begin there.
+    """
 
     sequence: int
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +186,17 @@ class DeviceStats:
     """What a device holds."""
 
     kv_bytes: int
+    """Of the sequences that have a seat."""
+    kv_idle_bytes: int
+    """Of prefixes that are kept for sequences to come."""
     scratch_bytes: int
     threads: int
     tier: str
     context_tokens: int
+    compiled_kernels: int
+    """How many the cache lacked."""
+    compile_s: float
+    """What compiling or linking the kernels took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +204,13 @@ class Open(Message[Opened | Refused]):
     """Give a sequence a seat and promise it KV room for `promised_tokens` positions.
 
     logprobs: say how likely each sampled token was. top_logprobs: how many of the likeliest tokens
-    to name with every log-probability.
+    to name with every log-probability. tokens: what is known of it, where prefixes may be shared;
+    empty where all of it has to be computed.
     must_fit: take it even over budget, because nothing else runs.
     """
 
     sequence: int
+    tokens: tuple[int, ...]
     max_tokens: int
     promised_tokens: int
     sampling: Sampling
@@ -202,11 +236,18 @@ class Step(Message[StepDone]):
 
 
 @dataclass(frozen=True, slots=True)
+class Shrink(Message[None]):
+    """Give up kept prefixes until they take `max_bytes` at the most."""
+
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceStatsRequest(Message[DeviceStats]):
     """Say what is held."""
 
 
-DeviceMessage = Open | Close | Step | DeviceStatsRequest
+DeviceMessage = Open | Close | Step | Shrink | DeviceStatsRequest
 
 # -------------------------------------------------------------------------------------- scheduler
 

@@ -18,9 +18,10 @@ from typing import NamedTuple, TypeVar, assert_never
 from actors.actor import Actor
 from actors.messages import (
     Acquire,
-    Addresses,
+    Forget,
     Lease,
     Locate,
+    Located,
     PagerMessage,
     PagerStats,
     PagerStatsRequest,
@@ -44,11 +45,15 @@ R = TypeVar("R")
 DENSE = "dense"
 """The reservation under which the dense region is charged."""
 
+MAX_SPARE_PART = 8
+"""One part in so many of the budget may be spent on what is only kept in case it is useful."""
+
 _NUM_PAGE_INS = 4  # at once; each of them has many reads in flight already
 
 
 class _Granted(NamedTuple):
     lease: Lease
+    device: str
     since_s: float
 
 
@@ -108,15 +113,6 @@ class Pager(Actor):
             await asyncio.wait(tuple(self._reads.values()))
         await asyncio.to_thread(self._owned.close)
 
-    @property
-    def dense_address(self) -> int:
-        """Where the dense region lies; the same for the pager's life."""
-        return self._weights.dense_address
-
-    def block_address(self, block: int) -> int:
-        """Where the extent of `block` lies whenever it is resident; the same for its life."""
-        return self._weights.block_address(block)
-
     # --------------------------------------------------------------------------------- messages
 
     async def receive(self, message: PagerMessage) -> object:
@@ -128,11 +124,14 @@ class Pager(Actor):
                 self._release(message.lease)
                 return None
             case Locate():
-                return self._locate()
+                return self._weights_located()
             case Reserve():
-                return self._reserve(message.name, message.num_bytes)
+                return self._reserve(message.device, message.name, message.num_bytes)
             case Unreserve():
-                return self._reserve(message.name, 0)
+                return self._reserve(message.device, message.name, 0)
+            case Forget():
+                self._forget(message.device)
+                return None
             case SetBudget():
                 return self._set_budget(message.num_bytes)
             case PagerStatsRequest():
@@ -151,26 +150,26 @@ class Pager(Actor):
             raise JitllmError(f"no blocks [{start}, {stop}) in {self._residency.num_blocks}")
         self._begin_scan(start)
         if self._residency.is_resident(start):
-            return self._grant(start, stop)
+            return self._grant(start, stop, message.device)
         # Who waits for a read must not keep others from releasing.
-        return self.context.later(self._fault(start, stop), f"fault {start}")
+        return self.context.later(self._fault(message), f"fault {start}")
 
-    async def _fault(self, start: int, stop: int) -> Lease:
+    async def _fault(self, message: Acquire) -> Lease:
         began_s = perf_counter()
-        await self._pin(start)
+        await self._pin(message.start)
         self._wait_s += perf_counter() - began_s
-        lease = self._grant(start, stop)
-        self._residency.unpin(start)
+        lease = self._grant(message.start, message.stop, message.device)
+        self._residency.unpin(message.start)
         return lease
 
-    def _grant(self, start: int, stop: int) -> Lease:
+    def _grant(self, start: int, stop: int, device: str) -> Lease:
         """Lease what is resident of `[start, stop)`; its first block is."""
         stop = self._residency.run_stop(start, stop)
         self._residency.pin(start, stop)
         self._residency.use(start, stop)
         lease = Lease(self._num_leases, start, stop)
         self._num_leases += 1
-        self._leases[lease.lease_id] = _Granted(lease, perf_counter())
+        self._leases[lease.lease_id] = _Granted(lease, device, perf_counter())
         self._look_ahead(stop % self._residency.num_blocks)
         return lease
 
@@ -183,14 +182,25 @@ class Pager(Actor):
         self._pace.computed(lease.stop - lease.start, perf_counter() - granted.since_s)
         self._settle()
 
-    def _locate(self) -> Addresses:
-        blocks = tuple(self.block_address(block) for block in range(self._residency.num_blocks))
-        return Addresses(self.dense_address, blocks)
+    def _weights_located(self) -> Located:
+        weights = self._weights
+        return Located(weights.dense_handle, weights.blocks_handle, weights.block_offsets)
 
-    def _reserve(self, name: str, num_bytes: int) -> Reserved | asyncio.Future[Reserved]:
-        if name == DENSE or num_bytes < 0:
+    def _forget(self, device: str) -> None:
+        held = [granted.lease for granted in self._leases.values() if granted.device == device]
+        for lease in held:
+            self._release(lease)
+        for name in tuple(self._frames.reservations):
+            if name.startswith(_reservation(device, "")):
+                self._frames.reserve(name, 0)
+        self._settle()
+
+    def _reserve(
+        self, device: str, name: str, num_bytes: int
+    ) -> Reserved | asyncio.Future[Reserved]:
+        if num_bytes < 0:
             raise JitllmError(f"{name} cannot reserve {num_bytes} bytes")
-        self._frames.reserve(name, num_bytes)
+        self._frames.reserve(_reservation(device, name), num_bytes)
         return self._once_given_way(self._reserved)
 
     def _set_budget(self, num_bytes: int) -> PagerStats | asyncio.Future[PagerStats]:
@@ -216,7 +226,12 @@ class Pager(Actor):
             room_bytes=self._frames.room_bytes,
             frames=self._residency.num_frames,
             over_budget_bytes=self._residency.over_budget_bytes,
+            spare_bytes=self._spare_bytes,
         )
+
+    @property
+    def _spare_bytes(self) -> int:
+        return min(self._residency.spare_bytes, self._frames.budget_bytes // MAX_SPARE_PART)
 
     def _statistics(self) -> PagerStats:
         return PagerStats(
@@ -229,6 +244,7 @@ class Pager(Actor):
             budget_bytes=self._frames.budget_bytes,
             fixed_bytes=self._frames.fixed_bytes,
             over_budget_bytes=self._residency.over_budget_bytes,
+            spare_bytes=self._spare_bytes,
             read_s=self._read_s,
             wait_s=self._wait_s,
             reads_ahead=self._reads_ahead,
@@ -320,3 +336,8 @@ class Pager(Actor):
             if decision is not None:
                 self._reads_ahead = decision
         self._last_start = start
+
+
+def _reservation(device: str, name: str) -> str:
+    """Under which name a device is charged; never the dense region's."""
+    return f"{device}: {name}"

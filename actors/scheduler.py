@@ -14,6 +14,7 @@ from typing import assert_never
 
 from actors.actor import Actor, Ref
 from actors.checks import check
+from actors.mailbox import Lost
 from actors.messages import (
     Cancel,
     Close,
@@ -29,12 +30,20 @@ from actors.messages import (
     Submit,
     Submitted,
 )
-from jitllm.engine import Delta, Finish, Logits, Outputs, Request, Usage
-from jitllm.errors import JitllmError
+from jitllm.engine import Delta, Finish, Logits, Outputs, Priority, Request, Usage
+from jitllm.errors import JitllmError, QueueFull
 from jitllm.log import logger
+from jitllm.memory import prefix
 from jitllm.schedule import plan
+from jitllm.schedule.pace import Pace
 from jitllm.schedule.sequence import Sequence
 from jitllm.schedule.step import Span, SpanResult
+
+RETRY_STEPS = 32
+"""After so many steps a request that there was no room for is tried again, whatever happened."""
+
+MAX_LOSSES = 2
+"""Deaths of a device that a request survives."""
 
 _log = logger(__name__)
 
@@ -52,6 +61,7 @@ class _Reply:
     pending: list[Delta] = field(default_factory=list)
     waiter: asyncio.Future[Collected] | None = None
     is_done: bool = False
+    losses: int = 0
 
     def take(self) -> Collected:
         """All deltas that wait."""
@@ -64,6 +74,7 @@ class _Reply:
         first = self.first_s or now_s
         return Usage(
             prompt_tokens=self.sequence.num_prompt,
+            cached_tokens=min(self.sequence.num_cached, self.sequence.num_prompt),
             generated_tokens=self.sequence.num_generated,
             queued_s=started - self.submitted_s,
             prefill_s=first - started,
@@ -75,14 +86,27 @@ class _Reply:
 class Scheduler(Actor):
     """Batches the sequences of one model on one route (a single device for now).
 
-    budget: rows, tokens and outputs that a step of the device holds.
+    budget: rows, tokens and outputs that a step of the device holds. page_tokens: positions of a
+    page that prompts can share; 0 when they share nothing. max_queue: requests that may wait, -1
+    for any number.
     """
 
     def __init__(
-        self, device: Ref, budget: plan.Budget, *, context_tokens: int, vocab: int
+        self,
+        device: Ref,
+        budget: plan.Budget,
+        *,
+        context_tokens: int,
+        vocab: int,
+        page_tokens: int = 0,
+        max_queue: int = -1,
     ) -> None:
         self._device = device
         self._budget = budget
+        self._page_tokens = page_tokens
+        self._max_queue = max_queue
+        self._pace = Pace(budget.tokens)
+        self._refused_tokens: int | None = None
         self._context_tokens = context_tokens
         self._vocab = vocab
         self._next_id = 0
@@ -127,6 +151,8 @@ class Scheduler(Actor):
 
     def _submit(self, request: Request) -> Submitted:
         check(request, vocab=self._vocab, context_tokens=self._context_tokens)
+        if not plan.has_room(self._waiting, self._running, self._budget, self._max_queue):
+            raise QueueFull(self._max_queue)
         num_prompt = len(request.prompt)
         wanted = self._context_tokens if request.max_tokens is None else request.max_tokens
         sequence = Sequence(
@@ -135,6 +161,8 @@ class Scheduler(Actor):
             num_prompt=num_prompt,
             max_tokens=min(num_prompt + wanted, self._context_tokens),
             chunk_tokens=request.chunk_tokens,
+            is_high=request.priority is Priority.HIGH,
+            prefix=self._prefix(request),
             all_outputs=request.outputs is Outputs.ALL,
         )
         self._next_id += 1
@@ -142,6 +170,12 @@ class Scheduler(Actor):
         self._waiting.append(sequence)
         self._wake.set()
         return Submitted(sequence.id)
+
+    def _prefix(self, request: Request) -> tuple[bytes, ...]:
+        """Of the pages that need not be computed for it; none where all positions give outputs."""
+        if not self._page_tokens or request.outputs is Outputs.ALL:
+            return ()
+        return prefix.reusable(request.prompt, self._page_tokens)
 
     def _collect(self, request_id: int) -> Collected | asyncio.Future[Collected]:
         reply = self._replies.get(request_id)
@@ -187,7 +221,7 @@ class Scheduler(Actor):
         self._wake.clear()
         await self._drop_cancelled()
         await self._admit()
-        spans = plan.spans(self._running, self._budget)
+        spans = self._plan()
         if spans:
             await self._step(spans)
         elif not self._cancelled:
@@ -202,57 +236,96 @@ class Scheduler(Actor):
             self._replies.pop(request_id, None)
 
     async def _admit(self) -> None:
-        for sequence in plan.admissible(self._waiting, len(self._running), self._budget):
-            reply = self._replies[sequence.id]
-            must_fit = not self._running
+        if self._num_steps % RETRY_STEPS == 0 or not self._running:
+            self._refused_tokens = None
+        while sequence := plan.next_admission(
+            self._waiting, self._running, self._budget, self._page_tokens, self._refused_tokens
+        ):
             try:
-                opened = await self._device.ask(
-                    Open(
-                        sequence.id,
-                        sequence.max_tokens,
-                        sequence.promised_tokens,
-                        reply.request.sampling,
-                        reply.request.logprobs,
-                        reply.request.top_logprobs,
-                        must_fit,
-                    )
-                )
+                opened = await self._device.ask(self._opening(sequence))
+            except Lost as error:
+                self._lose_device(error, sequence)
+                return
             except JitllmError as error:
                 self._waiting.remove(sequence)
-                self._finish(reply, Finish.ERROR, error)
+                self._finish(self._replies[sequence.id], Finish.ERROR, error)
                 continue
             if isinstance(opened, Refused):
-                return
-            self._waiting.remove(sequence)
-            self._running.append(sequence)
-            reply.started_s = time.perf_counter()
+                self._refused_tokens = sequence.promised_tokens
+            else:
+                self._begin(sequence, opened.num_cached)
+
+    def _opening(self, sequence: Sequence) -> Open:
+        request = self._replies[sequence.id].request
+        return Open(
+            sequence.id,
+            tuple(sequence.tokens) if self._page_tokens and not sequence.all_outputs else (),
+            sequence.max_tokens,
+            sequence.promised_tokens,
+            request.sampling,
+            request.logprobs,
+            request.top_logprobs,
+            must_fit=not self._running,
+        )
+
+    def _begin(self, sequence: Sequence, num_cached: int) -> None:
+        """A sequence was admitted; its first positions may exist already."""
+        sequence.num_computed = sequence.num_cached = num_cached
+        self._waiting.remove(sequence)
+        for other in self._waiting:
+            other.num_passed += other.id < sequence.id
+        self._running.append(sequence)
+        self._replies[sequence.id].started_s = time.perf_counter()
+
+    def _plan(self) -> tuple[Span, ...]:
+        """The rows of the next step."""
+        num_replies = sum(sequence.is_replying for sequence in self._running)
+        others_wait = len(self._running) + len(self._waiting) > 1
+        prompt_tokens = self._pace.prompt_tokens(num_replies, others_wait)
+        return plan.spans(self._running, self._budget, prompt_tokens)
 
     async def _step(self, spans: tuple[Span, ...]) -> None:
-        wants_logits = tuple(
-            span.sequence for span in spans if self._replies[span.sequence].request.logits
-        )
+        replies = [self._replies[span.sequence] for span in spans]
+        wants_logits = tuple(r.sequence.id for r in replies if r.request.logits)
+        prompts = [
+            len(span.tokens)
+            for span, reply in zip(spans, replies, strict=True)
+            if not reply.sequence.is_replying
+        ]
         self._num_steps += 1
+        began_s = time.perf_counter()
         try:
             done: StepDone = await self._device.ask(Step(self._num_steps, spans, wants_logits))
-        except Exception as error:
-            for span in spans:
-                await self._end(self._replies[span.sequence], Finish.ERROR, error)
+        except Lost as error:
+            self._lose_device(error)
             return
-        await self._apply(spans, done)
+        except Exception as error:
+            for reply in replies:
+                await self._end(reply, Finish.ERROR, error)
+            return
+        now_s = time.perf_counter()
+        self._pace.observe(len(spans) - len(prompts), sum(prompts), now_s - began_s)
+        for reply, last in self._apply(spans, done, now_s):
+            await self._close(reply)
+            if not reply.is_done:  # the device may have died now, for the last time
+                self._push(reply, last)
 
-    async def _apply(self, spans: Iterable[Span], done: StepDone) -> None:
+    def _apply(
+        self, spans: Iterable[Span], done: StepDone, now_s: float
+    ) -> list[tuple[_Reply, Delta]]:
+        """Take results in and hand them out; those that end, each with its last delta."""
         logits = dict(done.logits)
-        now = time.perf_counter()
+        ended: list[tuple[_Reply, Delta]] = []
         for span, result in zip(spans, done.results, strict=True):
             reply = self._replies[span.sequence]
             reply.sequence.num_computed = span.stop
-            finish = self._advance(reply, result, now)
+            finish = self._advance(reply, result, now_s)
             delta = self._delta(reply, result, finish, logits.get(span.sequence))
             if finish is not None:
-                await self._close(reply)
-                self._push(reply, delta)
+                ended.append((reply, delta))
             elif delta.tokens or delta.prompt_logprobs or delta.logits:
                 self._push(reply, delta)
+        return ended
 
     def _advance(self, reply: _Reply, result: SpanResult, now_s: float) -> Finish | None:
         """Take a sampled token in; says why the sequence ends, if it does."""
@@ -293,9 +366,31 @@ class Scheduler(Actor):
         """Give a sequence's place on the device back."""
         if reply.sequence in self._running:
             self._running.remove(reply.sequence)
-            await self._device.ask(Close(reply.sequence.id))
+            self._refused_tokens = None
+            try:
+                await self._device.ask(Close(reply.sequence.id))
+            except Lost as error:
+                self._lose_device(error)
         elif reply.sequence in self._waiting:
             self._waiting.remove(reply.sequence)
+
+    def _lose_device(self, error: Lost, *others: Sequence) -> None:
+        """What the device had computed is gone; its successor computes it again, from the tokens.
+
+        others: sequences that it was occupied with besides those that run. A sequence that was
+        there too often when a device died may be why.
+        """
+        _log.warning("%s; %d sequences begin again", error, len(self._running))
+        for sequence in (*self._running, *others):
+            self._replies[sequence.id].losses += 1
+        self._waiting[:0] = self._running
+        self._running.clear()
+        self._refused_tokens = None
+        for sequence in list(self._waiting):
+            sequence.restart()
+            if self._replies[sequence.id].losses > MAX_LOSSES:
+                self._waiting.remove(sequence)
+                self._finish(self._replies[sequence.id], Finish.ERROR, error)
 
     def _finish(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:
         usage = reply.usage(time.perf_counter())

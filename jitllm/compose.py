@@ -7,8 +7,8 @@ container's header and its dense region, compiles what the cache lacks, and star
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,41 +16,34 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import actors
+from actors.actor import AnyRuntime
 from actors.client import Client
-from actors.device import Device
 from actors.local import Runtime
-from actors.messages import Addresses, Locate
-from actors.pager import Pager
-from actors.scheduler import Scheduler
+from actors.messages import DeviceStatsRequest
+from actors.recipes import DeviceRecipe, PagerRecipe, SchedulerRecipe
 from jitllm.config import EngineConfig, Probe, ResolvedConfig, resolve
-from jitllm.devices.host import HostProgram, Limits
-from jitllm.devices.memory import HostMemory, Span
+from jitllm.devices.host import Limits
 from jitllm.engine import Engine
 from jitllm.errors import JitllmError, UsageError
-from jitllm.formats.jlm import Container, Header, TensorEntry
+from jitllm.formats.jlm import Container, Header
 from jitllm.jit.cache import ObjectCache, default_directory
-from jitllm.jit.cpu import Compiler
-from jitllm.jit.team import Team
 from jitllm.jit.threads import default_threads
 from jitllm.jit.tiers import available, choose
-from jitllm.kernels.kv_write import page_bytes
-from jitllm.kernels.op import Op, Weight
-from jitllm.kernels.sample import Sample
 from jitllm.memory.budget import probe as probe_memory
-from jitllm.memory.pages import KvPages, set_bytes
 from jitllm.models.graph import Graph
 from jitllm.models.registry import graph_of
 from jitllm.schedule.plan import Budget
 
 if TYPE_CHECKING:
+    from actors.ray import RayRuntime
     from jitllm.text.chat import ChatTemplate
     from jitllm.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, in all)."""
 
-MAX_ROWS = 8
-"""Sequences that one step may hold."""
+DEFAULT_ROWS = 16
+"""Sequences that one step may hold, when nobody says."""
 
 LOGITS_BYTES = 8 << 20
 """Memory for output rows: what bounds them where the vocabulary is large."""
@@ -61,7 +54,8 @@ class Loaded:
     """A served model and what its users need besides; `close` it.
 
     compiled_kernels: how many the cache lacked. open_s, compile_s: seconds that opening took in
-    all, and for compiling or linking kernels.
+    all, and for compiling or linking kernels. notes: what about the place where the actors run
+    makes replies slower than they could be.
     """
 
     engine: Engine
@@ -71,6 +65,7 @@ class Loaded:
     compiled_kernels: int
     open_s: float
     compile_s: float
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -124,11 +119,16 @@ async def open_engine(
     progress: Progress | None = None,
     cache: ObjectCache | None = None,
     strict: bool = False,
+    ray: str | None = None,
+    name: str | None = None,
 ) -> Loaded:
-    """Open the container at `path` and start an embedded engine for it.
+    """Open the container at `path` and start an engine for it.
 
-    strict: pickle every message, as between processes (for tests). cache: compiled kernels; the
-    user's by default. Raises what `Container.open`, `graph_of` and `resolve_config` raise.
+    ray: on which cluster its actors live, each in a process of its own: "local" starts one, "auto"
+    joins the one of this machine, anything else is an address. Without it they live in this
+    process. name: of the model in the cluster; the file's by default. strict: pickle every message,
+    as between processes (for tests). cache: compiled kernels; the user's by default. Raises what
+    `Container.open`, `graph_of` and `resolve_config` raise, and `JitllmError` for the cluster.
     """
     _check_actors()
     began_s = perf_counter()
@@ -139,61 +139,69 @@ async def open_engine(
         container = stack.enter_context(contextlib.closing(Container.open(path)))
         graph = graph_of(container)
         context_tokens = _context_tokens(config, graph)
-        memory = HostMemory()
-        compiler = Compiler(choose(config.tier), cache or ObjectCache(default_directory()))
-        team = stack.enter_context(Team(config.threads, compiler))
         limits = _limits(config, graph)
-        pages, span = _kv_pages(config, graph, memory, limits.rows, context_tokens)
-        stack.enter_context(span)
-        runtime = await stack.enter_async_context(Runtime(strict=strict))
-        pager = await runtime.spawn(
-            Pager(container, memory, config.maxmem_bytes, config.read_ahead), "pager"
+        runtime: AnyRuntime
+        if ray is None:
+            runtime = await stack.enter_async_context(Runtime(strict=strict))
+        else:
+            runtime = await stack.enter_async_context(_on_ray(ray, name or path.stem))
+        pager = await runtime.start(
+            PagerRecipe(container, config.maxmem_bytes, config.read_ahead, ray is not None), "pager"
         )
-        addresses = await pager.ask(Locate())
-        tensors = {(t.role, t.block): t for t in container.header.tensors}
-        compile_from_s = perf_counter()
-        program = HostProgram(
-            (*graph.embed, *graph.tables),
-            list(enumerate(graph.blocks)),
-            (*graph.head, _sample(graph)),
+        recipe = DeviceRecipe(
+            pager=pager,
+            graph=graph,
+            tensors=container.header.tensors,
             limits=limits,
-            memory=memory,
-            weight_address=partial(_address, tensors, addresses),
             page_tokens=config.page_size_tokens,
-            kv_element=config.kv_type,
-            compiler=compiler,
-            team=team,
-            progress=partial(progress, "compiling kernels") if progress else None,
+            kv_type=config.kv_type,
+            tier=config.tier,
+            threads=config.threads,
+            context_tokens=context_tokens,
+            cache=cache or ObjectCache(default_directory()),
+            progress=partial(progress, "compiling kernels") if progress and not ray else None,
         )
-        compile_s = perf_counter() - compile_from_s
-        device = await runtime.spawn(
-            Device(
-                program,
-                pages,
-                pager,
-                graph.logits,
-                tier=config.tier,
-                threads=config.threads,
-                context_tokens=context_tokens,
-            ),
-            "device cpu",
-        )
+        device = await runtime.start(recipe, "device cpu", restarts=True)
         budget = Budget(rows=limits.rows, tokens=limits.tokens, outputs=limits.outputs)
-        scheduler = await runtime.spawn(
-            Scheduler(device, budget, context_tokens=context_tokens, vocab=graph.vocab),
+        scheduler = await runtime.start(
+            SchedulerRecipe(
+                device,
+                budget,
+                context_tokens,
+                graph.vocab,
+                config.page_size_tokens if config.share_prefixes else 0,
+                config.max_queue,
+            ),
             "scheduler",
         )
+        made = await device.ask(DeviceStatsRequest())
         engine = Client(scheduler, device, pager, stack.pop_all().aclose)
         return Loaded(
             engine=engine,
             header=container.header,
             graph=graph,
             config=config,
-            compiled_kernels=compiler.compiled,
+            compiled_kernels=made.compiled_kernels,
             open_s=perf_counter() - began_s,
-            compile_s=compile_s,
+            compile_s=made.compile_s,
+            notes=runtime.notes,
         )
     raise AssertionError("unreachable")
+
+
+@asynccontextmanager
+async def _on_ray(how: str, model: str) -> AsyncIterator[RayRuntime]:
+    """A runtime on a cluster, which is left at the end."""
+    try:
+        from actors.cluster import Cluster
+        from actors.ray import RayRuntime
+    except ModuleNotFoundError as error:
+        raise JitllmError(
+            f"-ray {how} needs {error.name}", "install it: pip install 'jitllm[ray]'"
+        ) from error
+    with Cluster(how) as cluster:
+        async with RayRuntime(cluster, model) as runtime:
+            yield runtime
 
 
 def _check_actors() -> None:
@@ -212,36 +220,8 @@ def _context_tokens(config: ResolvedConfig, graph: Graph) -> int:
 
 
 def _limits(config: ResolvedConfig, graph: Graph) -> Limits:
-    outputs = LOGITS_BYTES // (4 * graph.vocab)
-    return Limits(
-        tokens=max(config.prompt_chunk_tokens, MAX_ROWS),
-        outputs=min(max(outputs, MAX_ROWS), max(config.prompt_chunk_tokens, MAX_ROWS)),
-        rows=MAX_ROWS,
-    )
-
-
-def _sample(graph: Graph) -> Op:
-    return Sample(graph.logits, Sample.scratch_buffer("sampling", graph.vocab))
-
-
-def _kv_pages(
-    config: ResolvedConfig, graph: Graph, memory: HostMemory, rows: int, context_tokens: int
-) -> tuple[KvPages, Span]:
-    sizes = [
-        page_bytes(kv.kv_heads, kv.k_dim, kv.v_dim, config.page_size_tokens, config.kv_type)
-        for kv in graph.kv
-    ]
-    capacity = rows * -(-context_tokens // config.page_size_tokens)
-    span = memory.reserve(capacity * set_bytes(sizes))
-    pages = KvPages(span.address, sizes, config.page_size_tokens, capacity, span.release)
-    return pages, span
-
-
-def _address(
-    tensors: dict[tuple[str, int | None], TensorEntry], addresses: Addresses, weight: Weight
-) -> int:
-    """Where a weight lies."""
-    tensor = tensors[weight.role, weight.block]
-    if tensor.dense or tensor.block is None:
-        return addresses.dense + tensor.offset
-    return addresses.blocks[tensor.block] + tensor.offset
+    """Every row that samples needs an output, and each of those takes 12 bytes a token id."""
+    rows = config.max_batch or DEFAULT_ROWS
+    tokens = max(config.prompt_chunk_tokens, rows)
+    outputs = max(LOGITS_BYTES // (4 * graph.vocab), rows)
+    return Limits(tokens=tokens, outputs=min(outputs, tokens), rows=rows)

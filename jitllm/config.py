@@ -36,6 +36,12 @@ class EngineConfig:
     devices: str = "auto"
     prompt_chunk_tokens: int = 512
     """Most tokens of one sequence that a step computes."""
+    max_queue: int = 64
+    """Requests that may wait for their turn; more are refused. -1: any number may."""
+    share_prefixes: bool = True
+    """Compute a prefix that several prompts begin with once, and keep it while there is room."""
+    max_batch: int | None = None
+    """Sequences that one step may hold; None: as many as the engine is made for."""
 
     def __post_init__(self) -> None:
         _at_least("-maxmem", self.maxmem_bytes, 0)
@@ -43,6 +49,8 @@ class EngineConfig:
         _at_least("-ctx", self.ctx_tokens, 1)
         _at_least("-page-size", self.page_size_tokens, 1)
         _at_least("-prompt-chunk", self.prompt_chunk_tokens, 1)
+        _at_least("-max-queue", self.max_queue, -1)
+        _at_least("-max-batch", self.max_batch, 1)
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
         if self.page_size_tokens is not None and self.page_size_tokens.bit_count() != 1:

@@ -179,10 +179,13 @@ class EngineStats:
     waiting: int
     steps: int
     kv_bytes: int
+    """Keys and values of sequences that run."""
     scratch_bytes: int
     threads: int
     tier: str
     context_tokens: int
+    kv_idle_bytes: int = 0
+    """Keys and values of prefixes that are kept in case a prompt begins with them."""
 
 
 class Engine(Protocol):

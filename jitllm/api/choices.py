@@ -8,6 +8,7 @@ whole one say the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from jitllm.api.sessions import Progress, Session
 from jitllm.engine import Delta, Finish, Request, TopLogprobs, Usage
+from jitllm.errors import QueueFull
 from jitllm.text.stop import StopStrings
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class Choice:
 
     async def run(self, emit: Emit) -> None:
         """Follow the reply to its end. Raises what the engine raises; closing frees its pages."""
-        self._task = asyncio.current_task()
+        self._task, self.progress.is_done = asyncio.current_task(), False
         self._began_s = self._first_s = self._last_s = time.perf_counter()
         try:
             if not self.is_cancelled:
@@ -213,13 +215,37 @@ class Choice:
 
 
 async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, together: int) -> None:
-    """Run every choice, at most `together` of them at a time. The first failure ends all."""
+    """Run every choice, at most `together` of them at a time. The first failure ends all.
+
+    A full queue refuses the request if none of its choices got in; otherwise those that did not
+    try again.
+    """
     session.sequences += [choice.progress for choice in choices]
     places = asyncio.Semaphore(together)
+    num_in_flight, ended = 0, asyncio.Event()
 
     async def run(choice: Choice) -> None:
         async with places:
+            while (retry_s := await attempt(choice)) is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(retry_s):
+                        await ended.wait()
+
+    async def attempt(choice: Choice) -> float | None:
+        """Run a choice; if it found the queue full, say when to try again."""
+        nonlocal num_in_flight, ended
+        num_in_flight += 1
+        try:
             await choice.run(emit)
+        except QueueFull as full:
+            if num_in_flight == 1 and not any(other.progress.is_started for other in choices):
+                raise
+            return full.retry_after_s
+        finally:
+            num_in_flight -= 1
+        ended.set()
+        ended = asyncio.Event()
+        return None
 
     try:
         async with asyncio.TaskGroup() as group:

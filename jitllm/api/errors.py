@@ -152,20 +152,22 @@ def _refused(request: Request, error: HTTPException) -> ApiError:
 def _invalid(error: RequestValidationError, field_names: frozenset[str]) -> ApiError:
     """The first thing that is wrong with a request, and where."""
     first: Mapping[str, Any] = error.errors()[0]
-    where = [part for part in first["loc"] if part not in ("body", "query", "path")]
-    kind = first["type"]
+    where, kind = first["loc"][1:], first["type"]
     if kind == "json_invalid":
         problem = first.get("ctx", {}).get("error", "")
         return bad_request(f"the body is no JSON: {problem} at character {where[0]}")
     if kind == "extra_forbidden":
         name = _path(where, frozenset(map(str, where)))
         return bad_request(f"there is no field {name[:200]!r} here", name, "unknown_field")
-    param = _path(where, field_names) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    if kind == "model_attributes_type" or not where:
-        message = f"the body must be a JSON object sent as application/json: {message}"
-    return bad_request(f"{param}: {message}" if param else message, param)
+    param = _path(where, field_names)
+    if param:
+        return bad_request(f"{param}: {message}", param)
+    if kind == "value_error":  # of fields that do not go together; the first word is one of them
+        word = message.partition(" ")[0].rstrip(":")
+        return bad_request(message, word if word in field_names else None)
+    return bad_request(f"the body must be a JSON object, sent as application/json: {message}")
 
 
 def _path(parts: Sequence[object], names: frozenset[str]) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jitllm.engine import Engine
+from jitllm.config import KvType
+from jitllm.engine import Engine, Pages
 
 if TYPE_CHECKING:
     from jitllm.formats.jlm import Header
@@ -53,7 +54,7 @@ class Load:
     id: str | None = None
     maxmem_bytes: int | None = None
     ctx_tokens: int | None = None
-    kv_type: str | None = None
+    kv_type: KvType | None = None
 
 
 class Models(Protocol):
@@ -70,6 +71,9 @@ class Models(Protocol):
 
     async def unload(self, model_id: str) -> None:
         """Close a model that nobody uses; from here on `get` does not find it."""
+
+    async def place(self, model_id: str, budget_bytes: int) -> Pages:
+        """Give a model that is loaded another host budget; returns what was reached."""
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
         """What could compute here: name, kind, memory_bytes and whatever else is known."""

@@ -36,18 +36,14 @@ async def chat_choices(served: Served, body: ChatRequest) -> list[Choice]:
         raise bad_request(str(error), "messages") from error
     ids = await asyncio.to_thread(served.tokenizer.encode_rendered, text)
     request = _request(served, body, body.limit, _checked(served, ids, "messages"))
-    request = replace(
-        request, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs or 0
-    )
+    request = replace(request, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs or 0)
     return _choices(served, body, [request], [None])
 
 
 async def completion_choices(served: Served, body: CompletionRequest) -> list[Choice]:
     """The choices of a completion request, those of a prompt side by side. Raises ApiError for
     token ids that the model lacks and for an empty prompt, ContextOverflow."""
-    prompts = [
-        _checked(served, await _ids(served, prompt), "prompt") for prompt in body.prompts
-    ]
+    prompts = [_checked(served, await _ids(served, prompt), "prompt") for prompt in body.prompts]
     wants_logprobs = body.logprobs is not None
     requests, echoes = [], []
     for given, ids in zip(body.prompts, prompts, strict=True):
@@ -112,7 +108,9 @@ async def _ids(served: Served, prompt: str | tuple[int, ...]) -> Sequence[int]:
 def _checked(served: Served, ids: Sequence[int], param: str) -> tuple[int, ...]:
     """`ids`, if they can be a prompt of this model."""
     if not ids:
-        raise bad_request(f"{param}: it is empty, and this model needs a token to go on from", param)
+        raise bad_request(
+            f"{param}: it is empty, and this model needs a token to go on from", param
+        )
     if max(ids) >= served.vocab_tokens:
         raise bad_request(
             f"{param}: token {max(ids)} of a vocabulary of {served.vocab_tokens}", param

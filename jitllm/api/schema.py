@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from jitllm.config import KvType
 from jitllm.engine import MAX_TOP_LOGPROBS, Priority, Sampling
 
 MAX_CHOICES = 128
@@ -280,7 +281,7 @@ class LoadRequest(Body):
     id: NAME | None = None
     maxmem: str | Annotated[int, Field(ge=0, lt=2**63)] | None = None
     ctx: Annotated[int, Field(ge=1, le=_MAX_INT)] | None = None
-    kv_type: Literal["f16", "f32"] | None = None
+    kv_type: KvType | None = None
 
 
 # Replies: what the OpenAPI document shows.

@@ -31,6 +31,7 @@ class Limits:
     """
 
     api_key: str = ""
+    max_head_bytes: int = 32 << 10
     max_body_bytes: int = 16 << 20
     max_depth: int = 32
     receive_timeout_s: float = 30.0
@@ -80,10 +81,13 @@ class Service:
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and wait for those under way; False if some are left then."""
         self.is_draining = True
-        stop_s = time.monotonic() + timeout_s
-        while len(self.sessions) and time.monotonic() < stop_s:
-            await asyncio.sleep(0.02)
-        return not len(self.sessions)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self.sessions):
+                    await self.sessions.next_end()
+        except TimeoutError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Knows their names and their progress, and how each is cancelled. A model with a 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
+        self._closed = asyncio.Event()
 
     @contextmanager
     def open(
@@ -87,6 +89,8 @@ class Sessions:
             yield session
         finally:
             del self._open[id]
+            self._closed.set()
+            self._closed = asyncio.Event()
 
     def list(self, model_id: str | None = None) -> list[Session]:
         """All, or those of one model; the oldest first."""
@@ -96,6 +100,10 @@ class Sessions:
         """The session of a reply's id, or else of a request id."""
         found = self._open.get(name)
         return found or next((s for s in self._open.values() if s.request_id == name), None)
+
+    async def next_end(self) -> None:
+        """Wait until some request has ended."""
+        await self._closed.wait()
 
     def __len__(self) -> int:
         return len(self._open)

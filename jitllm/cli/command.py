@@ -41,7 +41,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {name: param for param in self.get_params(ctx) for name in param.opts}
         flags = {name: param for name, param in flags.items() if name.startswith("-")}
-        return list(super().parse_args(ctx, list(_spelled(args, flags, str(self.name)))))
+        return list(super().parse_args(ctx, list(_spelled(args, flags, ctx.command_path))))
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Examples as they were written; Typer would wrap them into a paragraph."""
@@ -104,7 +104,7 @@ def set_signature(function: Any, params: list[inspect.Parameter]) -> None:
     function.__annotations__ = {param.name: param.annotation for param in params}
 
 
-def _spelled(args: list[str], flags: dict[str, Any], verb_name: str) -> Iterator[str]:
+def _spelled(args: list[str], flags: dict[str, Any], command_path: str) -> Iterator[str]:
     """`args` with every flag in the spelling of its declaration, apart from its value."""
     rest = iter(args)
     for arg in rest:
@@ -115,7 +115,7 @@ def _spelled(args: list[str], flags: dict[str, Any], verb_name: str) -> Iterator
             yield arg
         else:
             name, equals, value = arg.partition("=")
-            flag = _declared(name, flags, verb_name)
+            flag = _declared(name, flags, command_path)
             takes_value = not getattr(flags[flag], "is_flag", False)
             if equals and not takes_value:
                 raise UsageError(f"{flag} takes no value", f"write {flag} alone")
@@ -126,13 +126,13 @@ def _spelled(args: list[str], flags: dict[str, Any], verb_name: str) -> Iterator
                 yield from _value(flag, rest)
 
 
-def _declared(name: str, flags: dict[str, Any], verb_name: str) -> str:
+def _declared(name: str, flags: dict[str, Any], command_path: str) -> str:
     flag = "-" + name.lstrip("-")
     if flag not in flags or name.startswith("---"):
         raise UsageError(
-            f"{verb_name} has no flag {name}",
+            f"{command_path.rpartition(' ')[2]} has no flag {name}",
             _nearest(flag, flags)
-            or f"see jitllm {verb_name} -help; text that begins with a dash goes after --",
+            or f"see {command_path} -help; text that begins with a dash goes after --",
         )
     return flag
 

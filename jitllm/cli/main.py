@@ -1,5 +1,7 @@
 """`jitllm`: finds the verb, runs it, and turns whatever happens into an exit code.
 
+`jitllmd` is another program of the same kind.
+
 0 is success, 1 a failure, 2 a command line that means nothing, 130 Ctrl-C. A failure is one line
 on stderr; with -debug or $JITLLM_DEBUG its traceback stands before it.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
 import typer
@@ -30,10 +33,28 @@ VERBS = (
 )
 """A module of this package for each, in the order of `jitllm -help`."""
 
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program and its verbs: a module of `package` for each, in the order of -help."""
+
+    name: str
+    package: str
+    verbs: tuple[str, ...]
+    help: str
+
+
+JITLLM = Program(
+    "jitllm",
+    "jitllm.cli",
+    VERBS,
+    "Run large language models, paged from disk under a memory budget.",
+)
+
 _ALIASES = {"-version": "version", "--version": "version", "help": "-help", "--help": "-help"}
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None, program: Program = JITLLM) -> int:
     """Run the command line `args` (by default the process's) and return its exit code."""
     args = list(sys.argv[1:] if args is None else args)
     if args:
@@ -41,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
     log.to_stderr()
     _never_fail_to_print()
     try:
-        code = _program(args)
+        code = _run(program, args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -50,42 +71,43 @@ def main(args: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except JitllmError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(program, str(error), error.exit_code)
     except Exception as error:
-        return _fail(*_explained(error))
+        return _fail(program, *_explained(error))
 
 
-def _program(args: list[str]) -> int:
-    program = typer.Typer(
-        name="jitllm",
+def _run(program: Program, args: list[str]) -> int:
+    parser = typer.Typer(
+        name=program.name,
         cls=Group,
-        help="Run large language models, paged from disk under a memory budget.",
-        epilog="jitllm VERB -help explains a verb and shows examples.",
+        help=program.help,
+        epilog=f"{program.name} VERB -help explains a verb and shows examples.",
         add_completion=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": HELP_FLAGS, "max_content_width": 100},
     )
-    program.callback()(lambda: None)
+    parser.callback()(lambda: None)
     chosen = args[0] if args else ""
-    for name in (chosen,) if chosen in VERBS else VERBS:
-        function = import_module(f"jitllm.cli.{name}").command
-        program.command(
+    for name in (chosen,) if chosen in program.verbs else program.verbs:
+        function = import_module(f"{program.package}.{name}").command
+        parser.command(
             name,
             cls=Command,
             epilog=function.examples,
             context_settings={"help_option_names": HELP_FLAGS},
         )(function)
     if not args:
-        print(_usage(), file=sys.stderr)
+        print(_usage(program), file=sys.stderr)
         return 2
-    return int(program(args, prog_name="jitllm", standalone_mode=False) or 0)
+    return int(parser(args, prog_name=program.name, standalone_mode=False) or 0)
 
 
-def _usage() -> str:
+def _usage(program: Program) -> str:
+    name = program.name
     return (
-        "usage: jitllm VERB [FLAGS] ...\n"
-        f"verbs: {', '.join(VERBS)}\n"
-        "jitllm -help says what they do, jitllm VERB -help how"
+        f"usage: {name} VERB [FLAGS] ...\n"
+        f"verbs: {', '.join(program.verbs)}\n"
+        f"{name} -help says what they do, {name} VERB -help how"
     )
 
 
@@ -101,10 +123,10 @@ def _explained(error: Exception) -> tuple[str, int]:
     return f"{type(error).__name__}: {error} (a bug: JITLLM_DEBUG=1 shows where)", 1
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(program: Program, message: str, code: int) -> int:
     try:
         sys.stdout.flush()
-        print(f"jitllm: {one_line(message)}", file=sys.stderr, flush=True)
+        print(f"{program.name}: {one_line(message)}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         leave_the_pipe()
     return code

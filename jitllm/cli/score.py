@@ -204,9 +204,8 @@ def _table(loaded: Loaded, ids: list[int], scored: Scored) -> str:
     """A line for each token: place, id, piece, negative log-likelihood."""
     lines = []
     for index, token_id in enumerate(ids[: len(scored.logprobs) + 1]):
-        piece = jsonlib.dumps(
-            loaded.tokenizer.piece(token_id).decode(errors="replace"), ensure_ascii=False
-        )
+        text = loaded.tokenizer.decode([token_id], special=True).decode(errors="replace")
+        piece = jsonlib.dumps(text, ensure_ascii=False)
         nll = f"{-scored.logprobs[index - 1]:.4f}" if index else "-"
         lines.append(f"{index:6} {token_id:8} {nll:>9}  {piece}\n")
     return "".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -74,7 +74,8 @@ def speed(
 async def _measure(
     path: Path, config: EngineConfig, num_prompt: int, num_decode: int, repetitions: int, json: bool
 ) -> int:
-    async with opened(path, config) as loaded:
+    # A prompt that is remembered from the last repetition measures nothing.
+    async with opened(path, replace(config, share_prefixes=False)) as loaded:
         start = await loaded.engine.stats()
         for line in report.before(loaded, start):
             note(line)

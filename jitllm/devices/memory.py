@@ -1,8 +1,11 @@
 """Host memory: spans of address space that cost nothing until they are touched.
 
-Knows addresses, pages of 4 KiB and huge pages of 2 MiB. Knows no blocks, no budget, no file. Pages
-go back to the system when they are released, and the address stays: whoever kept it may read the
-span again once it is filled again.
+Knows addresses, pages of 4 KiB and huge pages of 2 MiB. Knows no blocks, no budget, no container.
+Pages go back to the system when they are released, and the address stays: whoever kept it may read
+the span again once it is filled again.
+
+Memory is private to the process, or shared with others of its node: then a handle names a span, and
+`attach` maps it elsewhere. Shared memory is a file without a name: it ends with its last process.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -25,8 +31,18 @@ HUGE_PAGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000  # Linux, the same on x86 and Arm; the mmap module has no name for it
 _MADV = {"release": 4, "huge": 14, "small": 15}  # MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE
 
+_PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_int64),
+)
 
 
 def round_up(num_bytes: int, unit: int = PAGE_BYTES) -> int:
@@ -38,7 +54,7 @@ class Memory(Protocol):
     """Where an actor's memory comes from."""
 
     def reserve(self, num_bytes: int, *, huge_pages: bool = True) -> Span:
-        """`num_bytes` of zeroed memory at an address that is a multiple of `HUGE_PAGE_BYTES`.
+        """`num_bytes` of zeroed memory at an address that is a multiple of `PAGE_BYTES`.
 
         Only what is touched is taken from the system, in huge pages if it likes; without
         `huge_pages` in small ones, but for what `Span.use_huge_pages` names. Raises `JitllmError`
@@ -48,7 +64,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Private anonymous mappings of this process."""
+    """Private anonymous mappings of this process, at multiples of `HUGE_PAGE_BYTES`."""
 
     def reserve(self, num_bytes: int, *, huge_pages: bool = True) -> Span:
         """See `Memory.reserve`."""
@@ -58,29 +74,93 @@ class HostMemory:
         return span
 
 
+class SharedMemory:
+    """Mappings that other processes of this node can attach to."""
+
+    def reserve(self, num_bytes: int, *, huge_pages: bool = True) -> Span:
+        """See `Memory.reserve`."""
+        span = SharedSpan(num_bytes)
+        if huge_pages:
+            span.use_huge_pages(0, num_bytes)
+        return span
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Names a span to the processes of its node; good for as long as the span is open.
+
+    address: where it lies in its own process. fd: the file behind it there, -1 when it is private.
+    """
+
+    pid: int
+    address: int
+    num_bytes: int
+    fd: int = -1
+
+
+@contextmanager
+def attach(handle: Handle) -> Iterator[int]:
+    """Within it, the address of a span in this process; in another one than its own, to be read
+    only. Raises `JitllmError` when it cannot be had here.
+    """
+    if handle.pid == os.getpid():
+        yield handle.address
+        return
+    address, num_bytes = _map_foreign(handle), max(round_up(handle.num_bytes), PAGE_BYTES)
+    try:
+        yield address
+    finally:
+        _libc.munmap(address, num_bytes)
+
+
+def _map_foreign(handle: Handle) -> int:
+    problem = f"no view of {format_size(handle.num_bytes)} of process {handle.pid}"
+    if handle.fd < 0:
+        raise JitllmError(f"{problem}: they are private")
+    try:
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY)
+    except OSError as error:
+        raise JitllmError(f"{problem}: {error.strerror}", "is it on this node?") from error
+    try:
+        length = max(round_up(handle.num_bytes), PAGE_BYTES)
+        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    finally:
+        os.close(fd)
+    if address == _MAP_FAILED:
+        raise JitllmError(f"{problem}: {os.strerror(ctypes.get_errno())}")
+    return int(address)
+
+
 class Span:
     """A reservation: `num_bytes` at `address`; `close` it, or use it in a `with`."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._is_closed = False
-        # The system aligns to small pages only: reserve one huge page more and begin inside.
-        mapped = max(round_up(num_bytes), PAGE_BYTES) + HUGE_PAGE_BYTES
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
-            self._map = mmap.mmap(-1, mapped, flags=flags)
+            self._map, self._skipped = self._reserve()
         except (OSError, OverflowError) as error:
             raise JitllmError(
                 f"no address space for {format_size(num_bytes)}: {error}",
                 "raise the limit (ulimit -v) or run a smaller model",
             ) from error
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.address = round_up(start, HUGE_PAGE_BYTES)
+        self.address = _start_of(self._map) + self._skipped
         """Of the first byte; it never changes."""
-        self._skipped = self.address - start
         # A huge page that reaches past the end of a block would take more than the block is
         # charged for, so nothing becomes one unasked.
         self._advise("small", 0, num_bytes)
+
+    def _reserve(self) -> tuple[mmap.mmap, int]:
+        """A mapping, and where in it the span begins."""
+        # The system aligns to small pages only: reserve one huge page more and begin inside.
+        mapped = max(round_up(self.num_bytes), PAGE_BYTES) + HUGE_PAGE_BYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        mapping = mmap.mmap(-1, mapped, flags=flags)
+        return mapping, -_start_of(mapping) % HUGE_PAGE_BYTES
+
+    def handle(self) -> Handle:
+        """What names the span elsewhere."""
+        return Handle(os.getpid(), self.address, self.num_bytes)
 
     def use_huge_pages(self, offset: int, num_bytes: int) -> None:
         """Back `[offset, offset + num_bytes)` by huge pages where a whole one fits."""
@@ -115,16 +195,19 @@ class Span:
             self._map.close()
 
     def _advise(self, what: str, offset: int, num_bytes: int) -> None:
-        if offset % PAGE_BYTES or not 0 <= offset <= offset + num_bytes <= self.num_bytes:
-            raise ValueError(f"[{offset}, {offset + num_bytes}) of {self.num_bytes} bytes")
-        if self._is_closed:
-            raise ValueError("the span is closed")
+        self._check(offset, num_bytes)
         # Through ctypes and not mmap.madvise, which would hold the GIL while pages are freed.
         if num_bytes and _libc.madvise(self.address + offset, num_bytes, _MADV[what]):
             code = ctypes.get_errno()
             # Without transparent huge pages in the kernel, advice about them means nothing.
             if what == "release" or code != errno.EINVAL:
                 raise OSError(code, f"madvise: {os.strerror(code)}")
+
+    def _check(self, offset: int, num_bytes: int) -> None:
+        if offset % PAGE_BYTES or not 0 <= offset <= offset + num_bytes <= self.num_bytes:
+            raise ValueError(f"[{offset}, {offset + num_bytes}) of {self.num_bytes} bytes")
+        if self._is_closed:
+            raise ValueError("the span is closed")
 
     def __enter__(self) -> Self:
         return self
@@ -136,3 +219,41 @@ class Span:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class SharedSpan(Span):
+    """A span of a file without a name (memfd), which lives while a process maps it.
+
+    Whether it gets huge pages is the system's setting (`shmem_enabled`).
+    """
+
+    def _reserve(self) -> tuple[mmap.mmap, int]:
+        self._fd = os.memfd_create("jitllm", os.MFD_CLOEXEC)
+        try:
+            length = max(round_up(self.num_bytes), PAGE_BYTES)
+            os.ftruncate(self._fd, length)
+            return mmap.mmap(self._fd, length, flags=mmap.MAP_SHARED | _MAP_NORESERVE), 0
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def handle(self) -> Handle:
+        """What names the span elsewhere."""
+        return Handle(os.getpid(), self.address, self.num_bytes, self._fd)
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """See `Span.release`; nobody who attached sees the bytes any more."""
+        self._check(offset, num_bytes)
+        if num_bytes and _libc.fallocate(self._fd, _PUNCH_HOLE, offset, round_up(num_bytes)):
+            code = ctypes.get_errno()
+            raise OSError(code, f"fallocate: {os.strerror(code)}")
+
+    def close(self) -> None:
+        """Give everything back, also what others attached to."""
+        if not self._is_closed:
+            super().close()
+            os.close(self._fd)
+
+
+def _start_of(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

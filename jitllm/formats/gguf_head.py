@@ -310,8 +310,8 @@ def _check_extent(head: _Head, tensor: GgufTensor) -> None:
     if tensor.offset + size > head.file_bytes:
         raise BadSource(
             head.path,
-            f"tensor {shown(tensor.name)} lies at [{tensor.offset}, {tensor.offset + size}), beyond "
-            f"the end of the file at {head.file_bytes}",
+            f"tensor {shown(tensor.name)} lies at [{tensor.offset}, {tensor.offset + size}), "
+            f"beyond the end of the file at {head.file_bytes}",
             "the file is damaged or was not fetched completely",
         )
 

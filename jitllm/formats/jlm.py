@@ -102,6 +102,10 @@ class Container:
         if fd >= 0:
             os.close(fd)
 
+    def __reduce__(self) -> tuple[Callable[..., Container], tuple[Path]]:
+        """In another process it is opened again."""
+        return Container.open, (self.path,)
+
     def __enter__(self) -> Self:
         return self
 

@@ -288,7 +288,10 @@ class _Decoder:
 
     def templates(self, value: object) -> dict[str, str]:
         templates = self.mapping(value, "chat_templates")
-        return {name: self.text(text, f"chat template {shown(name)}") for name, text in templates.items()}
+        return {
+            name: self.text(text, f"chat template {shown(name)}")
+            for name, text in templates.items()
+        }
 
     def fingerprint(self, value: object) -> dict[str, str | int]:
         prints = self.mapping(value, "fingerprint")
@@ -300,6 +303,8 @@ class _Decoder:
     def records(self, kind: struct.Struct, value: object, what: str) -> Iterator[tuple[int, ...]]:
         if not isinstance(value, bytes) or len(value) % kind.size:
             self.fail(f"{what} is not a number of records of {kind.size} bytes")
+        if len(value) // kind.size > self.file_bytes // EXTENT_ALIGNMENT:
+            self.fail(f"it has more {what} than pages")
         return kind.iter_unpack(value)
 
     def extents(self, value: object, what: str) -> tuple[Extent, ...]:
@@ -419,4 +424,3 @@ def _shape_problem(tensor: TensorEntry) -> str:
 def tensor_bytes(code: FormatCode, rows: int, cols: int) -> int:
     """Bytes of a matrix in its tiles, or (rows 0) of an f32 vector."""
     return FORMATS[code].matrix_bytes(rows, cols) if rows else 4 * cols
-

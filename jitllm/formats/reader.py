@@ -135,17 +135,17 @@ class Reader:
         """Bytes that were taken from the file for `piece`."""
         done = taken = 0
         while done < piece.needed:
-            num_bytes = self._read_once(piece.into[done:], piece.offset + done)
-            taken += round_up(num_bytes) if self.is_direct else num_bytes
-            if done + num_bytes < piece.needed and self.is_direct:
-                num_bytes -= num_bytes % PAGE_BYTES  # the rest is read from an aligned offset
-            if num_bytes == 0:
+            got = kept = self._read_once(piece.into[done:], piece.offset + done)
+            taken += round_up(got) if self.is_direct else got
+            if done + got < piece.needed and self.is_direct:
+                kept -= got % PAGE_BYTES  # the rest is read from an aligned offset
+            if kept == 0:
                 raise PageError(
                     self.path,
-                    piece.offset + done,
-                    f"short read, {piece.needed - done} bytes are missing",
+                    piece.offset + done + got,
+                    f"short read, {piece.needed - done - got} bytes are missing",
                 )
-            done += num_bytes
+            done += kept
         return taken
 
     def _read_once(self, into: memoryview, offset: int) -> int:

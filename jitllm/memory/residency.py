@@ -62,6 +62,11 @@ class Residency:
         needed = max(frames.frame_bytes, max(self.block_bytes, default=0))
         return max(frames.fixed_bytes + needed - frames.budget_bytes, 0)
 
+    @property
+    def spare_bytes(self) -> int:
+        """What is left when everything has what it needs: reservations and every block."""
+        return max(self.frames.room_bytes - sum(self.block_bytes), 0)
+
     def is_resident(self, block: int) -> bool:
         """Whether `block` can be computed with right now."""
         return block in self._resident

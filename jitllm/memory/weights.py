@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from jitllm.devices.memory import HUGE_PAGE_BYTES, Memory, round_up
+from jitllm.devices.memory import HUGE_PAGE_BYTES, Handle, Memory, round_up
 from jitllm.formats.jlm import Container
 from jitllm.formats.reader import Reader
 
@@ -47,13 +47,19 @@ class Weights:
             self._owned = owned.pop_all()
 
     @property
-    def dense_address(self) -> int:
+    def dense_handle(self) -> Handle:
         """Of the dense region."""
-        return self._dense_span.address
+        return self._dense_span.handle()
 
-    def block_address(self, block: int) -> int:
-        """Of the extent of `block`, to be read while it is there."""
-        return self._span.address + self._offsets[block]
+    @property
+    def blocks_handle(self) -> Handle:
+        """Of the memory for all blocks."""
+        return self._span.handle()
+
+    @property
+    def block_offsets(self) -> tuple[int, ...]:
+        """Where in it the extent of each block begins, to be read while it is there."""
+        return self._offsets
 
     def read_dense(self) -> None:
         """Bring the dense region in. Raises `PageError`."""

@@ -171,7 +171,6 @@ class _Keys:
                 raise BadModel(f"{key} is {shown(self.value(key))}, which no graph supports")
 
 
-
 def _num_rotated(keys: _Keys, k_dim: int) -> int:
     """`rope.dimension_count`: even, and no more than a head has."""
     key = "rope.dimension_count"

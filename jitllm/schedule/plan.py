@@ -21,41 +21,103 @@ class Budget:
     outputs: int
 
 
-def admissible(waiting: Seq[Sequence], num_running: int, budget: Budget) -> tuple[Sequence, ...]:
-    """Waiting sequences that a step has a row for, in order of arrival."""
-    return tuple(waiting[: max(budget.rows - num_running, 0)])
+def next_admission(
+    waiting: Seq[Sequence],
+    running: Seq[Sequence],
+    budget: Budget,
+    page_tokens: int,
+    refused_tokens: int | None = None,
+) -> Sequence | None:
+    """Who should be admitted now; None when nobody should.
+
+    In order: who was passed too often, high priority, arrival. A sequence whose prefix someone
+    computes right now waits until that is done. refused_tokens: the least that there was no room
+    for; who needs less goes ahead of those who need more, unless one of these was passed too often.
+    """
+    if len(running) >= budget.rows:
+        return None
+    for sequence in sorted(waiting, key=_urgency):
+        if refused_tokens is not None and sequence.promised_tokens >= refused_tokens:
+            if sequence.is_overdue:
+                return None
+        elif not any(_is_computing_for(other, sequence, page_tokens) for other in running):
+            return sequence
+    return None
 
 
-def spans(running: Seq[Sequence], budget: Budget) -> tuple[Span, ...]:
-    """The rows of the next step, in order of arrival.
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    rank = 0 if sequence.is_overdue else 1 if sequence.is_high else 2
+    return rank, sequence.id
 
-    Sequences that need one token come first, so that a long prompt never holds a reply up for
-    more than its chunk; what is left of the token budget goes to the others.
+
+def _is_computing_for(running: Sequence, waiting: Sequence, page_tokens: int) -> bool:
+    """Whether the page that `running` computes next is one that `waiting` could share."""
+    if not waiting.prefix:
+        return False
+    page = running.num_computed // page_tokens
+    return (
+        page < len(waiting.prefix)
+        and page < len(running.prefix)
+        and waiting.prefix[page] == running.prefix[page]
+    )
+
+
+def has_room(waiting: Seq[Sequence], running: Seq[Sequence], budget: Budget, queue: int) -> bool:
+    """Whether one more sequence may be taken in. queue: how many may wait besides those that a
+    step has rows for; negative for any number."""
+    rows = max(budget.rows - len(running), 0)
+    return queue < 0 or len(waiting) < queue + rows
+
+
+def spans(
+    running: Seq[Sequence], budget: Budget, prompt_tokens: int | None = None
+) -> tuple[Span, ...]:
+    """The rows of the next step.
+
+    Replies that have begun come first, one token each. Then prompts, high priority first, in order
+    of arrival: together they get `prompt_tokens` at the most and what is left of the budget.
+    Whoever wants outputs of a whole prompt leaves one to each of the others.
     """
     ready = [s for s in running if s.num_pending]
-    ready.sort(key=lambda s: s.num_pending > 1)
+    replies = [s for s in ready if s.is_replying][: budget.rows]
+    prompts = sorted((s for s in ready if not s.is_replying), key=_turn)
+    prompts = prompts[: budget.rows - len(replies)]
     tokens, outputs = budget.tokens, budget.outputs
+    others = len(replies) + len(prompts)
     chosen: list[Span] = []
-    for sequence in ready[: budget.rows]:
-        span = _span(sequence, tokens, outputs)
+    for index, sequence in enumerate((*replies, *prompts)):
+        if index == len(replies) and prompt_tokens is not None:
+            tokens = min(tokens, prompt_tokens)
+        others -= 1
+        span = _span(sequence, tokens, outputs, max(outputs - others, 1))
         if span is None:
-            break
+            continue
         tokens -= len(span.tokens)
         outputs -= span.num_outputs
         chosen.append(span)
     return tuple(chosen)
 
 
-def _span(sequence: Sequence, tokens: int, outputs: int) -> Span | None:
-    """As much of a sequence as fits, or None."""
+def _turn(sequence: Sequence) -> tuple[bool, int]:
+    return not sequence.is_high, sequence.id
+
+
+def _span(sequence: Sequence, tokens: int, outputs: int, most: int) -> Span | None:
+    """As much of a sequence as fits, or None. most: outputs that a whole prompt may take."""
     count = min(sequence.num_pending, tokens, sequence.chunk_tokens or tokens)
     wants_all = sequence.all_outputs and sequence.num_computed < sequence.num_prompt
-    if wants_all:
-        count = min(count, outputs)
-    if count <= 0 or outputs <= 0:
+    num_repeated = sequence.num_reported - sequence.num_computed
+    if wants_all and num_repeated > 0:
+        wants_all = False
+        count = min(count, num_repeated)
+    elif wants_all:
+        count = min(count, outputs, most)
+    if count <= 0:
         return None
     start, stop = sequence.num_computed, sequence.num_computed + count
     is_last = stop == sequence.num_tokens
+    if is_last and not outputs:
+        return None
     kind = SpanOutputs.ALL if wants_all else SpanOutputs.LAST if is_last else SpanOutputs.NONE
     return Span(
         sequence=sequence.id,

@@ -16,14 +16,21 @@ from dataclasses import dataclass
 MIN_PROMISED_TOKENS = 512
 """Room promised at admission to a reply of unknown or greater length."""
 
+MAX_PASSED = 32
+"""Later arrivals that may be admitted before a sequence; then all others wait for it."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A token stream. `tokens` begins as the prompt and grows as the device samples.
 
     max_tokens: prompt and reply together, at most the context. chunk_tokens: most tokens of this
     sequence in one step, None for no limit of its own. all_outputs: every prompt position gives
-    logits, not only the last.
+    logits, not only the last. is_high: admitted before others. prefix: digests of the full pages
+    of the prompt that need not be computed where they exist (`jitllm.memory.prefix`). num_cached:
+    positions that existed when it was admitted. num_passed: later arrivals that were admitted
+    before it. num_reported: positions whose outputs were handed out before a restart; they give
+    none again.
     """
 
     id: int
@@ -32,7 +39,12 @@ class Sequence:
     max_tokens: int
     chunk_tokens: int | None = None
     all_outputs: bool = False
+    is_high: bool = False
+    prefix: tuple[bytes, ...] = ()
     num_computed: int = 0
+    num_cached: int = 0
+    num_passed: int = 0
+    num_reported: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +60,21 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens known and not computed."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_replying(self) -> bool:
+        """Whether the next step gives one more token of a reply that has begun."""
+        return self.num_pending == 1 and self.num_tokens > self.num_prompt
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether enough others were admitted before it."""
+        return self.num_passed >= MAX_PASSED
+
+    def restart(self) -> None:
+        """Keys and values are gone: everything is computed again, and nothing reported twice."""
+        self.num_reported = max(self.num_reported, self.num_computed)
+        self.num_computed = 0
 
     @property
     def promised_tokens(self) -> int:

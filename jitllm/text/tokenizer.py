@@ -87,9 +87,14 @@ class Tokenizer:
         return piece
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> bytes:
-        """The bytes of a reply; the names of special tokens only if `special`."""
+        """The bytes of a reply; the names of special tokens only if `special`.
+
+        A model may have rows beyond its last token; their ids stand for nothing.
+        """
         return b"".join(
-            self.piece(token_id) for token_id in ids if special or self._is_shown(token_id)
+            self.piece(token_id)
+            for token_id in ids
+            if 0 <= token_id < self.num_tokens and (special or self._is_shown(token_id))
         )
 
     def text(self, ids: Iterable[int], *, special: bool = False) -> str:

@@ -94,8 +94,8 @@ class VocabularyData:
 def _join(texts: Sequence[str]) -> str:
     if not texts:
         return ""
-    joined = "".join(texts)
-    separator = next(c for code in range(0x110000) if (c := chr(code)) not in joined)
+    taken = set().union(*texts)
+    separator = next(c for code in range(0x110000) if (c := chr(code)) not in taken)
     return separator + separator.join(texts)
 
 

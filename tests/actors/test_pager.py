@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,6 +16,7 @@ from actors.local import LocalRef, Runtime
 from actors.mailbox import Stopped
 from actors.messages import (
     Acquire,
+    Forget,
     Lease,
     Locate,
     PagerStats,
@@ -58,6 +59,19 @@ async def paging(container: FakeContainer, *args: Any, **kwargs: Any) -> AsyncIt
             pager._residency.check()
 
 
+class Where(NamedTuple):
+    """Addresses of the dense region and of every block."""
+
+    dense: int
+    blocks: tuple[int, ...]
+
+
+async def located(pager: LocalRef) -> Where:
+    found = await pager.ask(Locate())
+    blocks = tuple(found.blocks.address + offset for offset in found.offsets)
+    return Where(found.dense.address, blocks)
+
+
 def at(address: int, num_bytes: int) -> bytes:
     return ctypes.string_at(address, num_bytes)
 
@@ -81,7 +95,7 @@ async def scan(pager: LocalRef, num_blocks: int = 12) -> list[tuple[int, int]]:
 
 async def test_weights_are_where_the_pager_says(container: FakeContainer) -> None:
     async with paging(container, budget(2), "on") as pager:
-        where = await pager.ask(Locate())
+        where = await located(pager)
         header = container.header
         assert at(where.dense, header.dense.length) == container.payload(header.dense)
         for _ in range(3):
@@ -93,7 +107,7 @@ async def test_weights_are_where_the_pager_says(container: FakeContainer) -> Non
                     assert at(where.blocks[block], BLOCK) == container.payload(header.blocks[block])
                 await pager.tell(Release(lease))
                 start = lease.stop
-        assert await pager.ask(Locate()) == where
+        assert await located(pager) == where
 
 
 async def test_opening_reads_the_dense_region_and_nothing_else(container: FakeContainer) -> None:
@@ -169,7 +183,7 @@ async def test_a_run_of_resident_blocks_is_one_lease(container: FakeContainer) -
 
 async def test_pinned_blocks_stay(container: FakeContainer) -> None:
     async with paging(container, budget(4), "off") as pager:
-        where = await pager.ask(Locate())
+        where = await located(pager)
         held = await pager.ask(Acquire(5, 6))
         for _ in range(2):
             await scan(pager)
@@ -201,8 +215,21 @@ async def test_a_reservation_makes_blocks_give_way(container: FakeContainer) -> 
         assert (await pager.ask(Reserve("scratch", 12 * BLOCK))).over_budget_bytes == 5 * BLOCK
         await pager.ask(Unreserve("scratch"))
         assert (await pager.ask(Unreserve("kv"))).frames == 12
-        with pytest.raises(JitllmError, match="dense cannot reserve"):
-            await pager.ask(Reserve("dense", 0))
+        with pytest.raises(JitllmError, match="kv cannot reserve"):
+            await pager.ask(Reserve("kv", -1))
+
+
+async def test_a_device_that_begins_holds_nothing(container: FakeContainer) -> None:
+    async with paging(container, budget(4), "off") as pager:
+        await pager.ask(Reserve("kv", BLOCK, "dead"))
+        await pager.ask(Acquire(0, 1, "dead"))
+        other = await pager.ask(Acquire(1, 2, "alive"))
+        await pager.ask(Reserve("kv", BLOCK, "alive"))
+        await pager.ask(Forget("dead"))
+        now = await stats(pager)
+        assert now.fixed_bytes == DENSE + BLOCK
+        assert (await pager.ask(SetBudget(0))).resident == 1  # the other one's
+        await pager.tell(Release(other))
 
 
 async def test_a_smaller_budget_waits_for_a_read_in_flight(container: FakeContainer) -> None:
@@ -248,7 +275,7 @@ async def test_who_gives_up_holds_nothing(container: FakeContainer) -> None:
 
 async def test_devices_at_once_and_changing_budgets(container: FakeContainer) -> None:
     async with paging(container, budget(4), "on") as pager:
-        where = await pager.ask(Locate())
+        where = await located(pager)
 
         async def device(start: int, stop: int) -> None:
             for _ in range(6):

@@ -77,7 +77,7 @@ class Trial:
         child = os.fork()
         if not child:
             self._child(*outputs)
-        fault = _wait(child)
+        fault = watch(child)
         out, err, report = (_contents(fd) for fd in outputs)
         for fd in outputs:
             os.close(fd)
@@ -127,7 +127,9 @@ class Trial:
         draw = ("-temp", "1", "-top-k", "40", "-top-p", "0.9", "-repeat-penalty", "1.1")
         draw = draw if self.seed % 7 == 0 else ()
         paged, whole = (
-            self._call(out, err, "run", path, *flags, *chat, *draw, "-n", "1", "-json", "Hello there")
+            self._call(
+                out, err, "run", path, *flags, *chat, *draw, "-n", "1", "-json", "Hello there"
+            )
             for flags in (("-maxmem", "1"), ("-threads", "1"))
         )
         if paged["fault"] or whole["fault"]:
@@ -135,7 +137,12 @@ class Trial:
         if paged["code"] != whole["code"] or paged["ids"] != whole["ids"]:
             return paged | {"fault": f"paging changes the answer: {paged} {whole}"}
         is_believed = self.kind == "gguf" or damage.is_forged(self.seed)
-        if not is_believed and not paged["code"] and paged["ids"] != self.answer and not (chat or draw):
+        if (
+            not is_believed
+            and not paged["code"]
+            and paged["ids"] != self.answer
+            and not (chat or draw)
+        ):
             return paged | {"fault": f"a wrong answer: {paged['ids']}"}
         return paged
 
@@ -169,8 +176,8 @@ def judge(code: int, out: str, err: str) -> dict[str, Any]:
     return told
 
 
-def _wait(child: int) -> str | None:
-    """How the child ended, if not well."""
+def watch(child: int) -> str | None:
+    """How a child ended, if not well; one that takes too long is killed."""
     pidfd = os.pidfd_open(child)
     ready = select.select([pidfd], [], [], SECONDS)[0]
     if not ready:

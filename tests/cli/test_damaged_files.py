@@ -7,6 +7,7 @@ wrong. A container whose checksums were not mended gives the sound one's answer,
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -19,9 +20,8 @@ import gguf
 import pytest
 
 from jitllm.formats.convert import convert
-from jitllm.formats.jlm import Container
 from jitllm.text.vocabulary import VocabularyData
-from tests.cli import damage
+from tests.cli import damage_server
 from tests.oracle import make_models
 
 ROOT = Path(__file__).parents[2]
@@ -56,25 +56,18 @@ def add_bpe_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_token_types(types)
     writer.add_token_merges([f"{text[:-1]} {text[-1]}" for text in merged])
     writer.add_eos_token_id(tokens.index("<|end|>"))
-    writer.add_chat_template(CHAT)
-
-
-def add_spm_vocabulary(writer: gguf.GGUFWriter, size: int, plain: Any = None) -> None:
-    """That of every tiny model, and a chat template."""
-    (plain or make_models.add_vocabulary)(writer, size)
-    writer.add_chat_template(CHAT)
 
 
 def make_pair(folder: Path, name: str, weight_type: str) -> tuple[Path, Path]:
-    """A sound GGUF file and its container."""
+    """A sound GGUF file with a chat template, and its container."""
     source = folder / f"{name}-{weight_type}.gguf"
-    plain = make_models.add_vocabulary
+    add_vocabulary = add_bpe_vocabulary if name.startswith("qwen") else make_models.add_vocabulary
 
     def with_chat(writer: gguf.GGUFWriter, size: int) -> None:
-        add_spm_vocabulary(writer, size, plain)
+        add_vocabulary(writer, size)
+        writer.add_chat_template(CHAT)
 
-    vocabulary = add_bpe_vocabulary if name.startswith("qwen") else with_chat
-    with patch.object(make_models, "add_vocabulary", vocabulary):
+    with patch.object(make_models, "add_vocabulary", with_chat):
         make_models.write(name, source, weight_type)
     container = source.with_suffix(".jlm")
     convert(source, container, read_vocabulary=VocabularyData.from_gguf)
@@ -153,3 +146,41 @@ def test_damaged_files_end_in_an_answer_or_a_line(try_damaged: Try, kind: str) -
 @pytest.mark.parametrize(("kind", "seeds"), [("gguf", range(60, 660)), ("jlm", range(60, 1460))])
 def test_many_damaged_files(try_damaged: Try, kind: str, seeds: range) -> None:
     check(try_damaged(kind, seeds), seeds)
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "fault"),
+    [
+        (0, '{"ids": [1]}', "memory\n", None),
+        (1, "", "memory\njitllm: no\n", None),
+        (0, '{"ids": [1]}', "jitllm: no\n", "exit code 0"),
+        (1, '{"ids": [1]}', "jitllm: no\n", "not one line"),
+        (1, "", "jitllm: no\njitllm: again\n", "not one line"),
+        (1, "", "jitllm: no\nmemory\n", "not one line"),
+        (1, "", "", "not one line"),
+        (1, "", "Traceback (most recent call last):\njitllm: no\n", "Traceback"),
+        (1, "", "jitllm: KeyError: 1 (a bug: JITLLM_DEBUG=1 shows where)\n", "a bug"),
+        (1, "", "jitllm: out of memory; lower -maxmem or -ctx\n", "out of memory"),
+        (1, "", f"jitllm: {'x' * 2000}\n", "clear"),
+        (130, "", "jitllm: no\n", "exit code 130"),
+    ],
+)
+def test_a_command_line_is_judged(code: int, out: str, err: str, fault: str | None) -> None:
+    found = damage_server.judge(code, out, err)["fault"]
+    assert found is None if fault is None else fault in found
+
+
+@pytest.mark.parametrize(
+    ("deed", "fault"),
+    [
+        ("pass", None),
+        ("import os; os.abort()", "killed by SIGABRT"),
+        ("import time; time.sleep(60)", "it hung"),
+    ],
+)
+def test_a_child_is_watched(monkeypatch: pytest.MonkeyPatch, deed: str, fault: str | None) -> None:
+    if fault == "it hung":
+        monkeypatch.setattr(damage_server, "SECONDS", 0.1)
+    child = os.posix_spawn(sys.executable, [sys.executable, "-c", deed], os.environ)
+    found = damage_server.watch(child)
+    assert found is None if fault is None else fault in str(found)

@@ -18,7 +18,7 @@ import pytest
 from jitllm.errors import BadContainer, NotConverted
 from jitllm.formats import layout
 from jitllm.formats.gguf import Gguf
-from jitllm.formats.jlm import Container, Extent, Header, TensorEntry
+from jitllm.formats.jlm import Container, ExpertExtent, Extent, Header, TensorEntry
 from jitllm.formats.jlm_head import EXTENT_ALIGNMENT, MAGIC, PROLOGUE, checksum, encode, round_up
 from jitllm.formats.names import source_name
 from jitllm.kernels.layout import FormatCode
@@ -130,6 +130,10 @@ UNSOUND: list[tuple[Callable[[Header], Header], str]] = [
     (block(1, offset=2**64 - 4096), "block 1 ends at byte"),
     (block(1, length=2**64 - 1), "block 1 ends at byte"),
     (block(0, length=0), "block 0 is empty"),
+    (
+        fields(experts=tuple(ExpertExtent(0, n, Extent(12288, 64, 0)) for n in range(5))),
+        "it has more experts than pages",
+    ),
     (dense(offset=0), "dense region begins inside the header"),
     (dense(length=2175), "output_norm ends at 2176 of 2175 bytes"),
     (tensor(3, block=0), "attn_q of block 0 stands there twice"),
@@ -156,12 +160,12 @@ UNSOUND: list[tuple[Callable[[Header], Header], str]] = [
     (fields(vocabulary={"types": bytes(17)}), "it has 17 tokens and rows for 16"),
     (fields(vocabulary={}), "its vocabulary has no types"),
     (fields(vocabulary=[]), "vocabulary is no map"),
-    (fields(config={"x": {}}), "config x is a dict"),
-    (fields(config={"x": None}), "config x is a NoneType"),
-    (fields(config={"x": [[[[[1]]]]]}), "config x is a list"),
+    (fields(config={"x": {}}), "config 'x' is a dict"),
+    (fields(config={"x": None}), "config 'x' is a NoneType"),
+    (fields(config={"x": [[[[[1]]]]]}), "config 'x' is a list"),
     (fields(config={1: 2}), "msgpack"),
-    (fields(chat_templates={"x": 1}), "chat template x is no text"),
-    (fields(fingerprint={"x": []}), "fingerprint x is a list"),
+    (fields(chat_templates={"x": 1}), "chat template 'x' is no text"),
+    (fields(fingerprint={"x": []}), "fingerprint 'x' is a list"),
     (fields(arch=None), "arch is no text"),
 ]
 

@@ -33,6 +33,13 @@ def test_an_error_survives_pickling_with_its_fields(error: JitllmError) -> None:
     assert vars(twin) == vars(error)
 
 
+def test_what_files_say_is_quoted_and_cut() -> None:
+    assert errors.shown("a\nb") == "'a\\nb'"
+    assert errors.shown(["x"] * 1000, 20) == "['x', 'x', 'x', '..."
+    error = errors.UnsupportedModel("architecture", "x" * 5000, ["llama"])
+    assert len(str(error)) < 200
+
+
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 def test_only_usage_errors_exit_with_two(error: JitllmError) -> None:
     assert error.exit_code == (2 if isinstance(error, errors.UsageError) else 1)

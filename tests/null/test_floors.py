@@ -10,12 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOUSE = [
     "jitllm.cli.main",
+    "jitllm.cli.run",
     "jitllm.compose",
     "jitllm.engine",
     "jitllm.schedule.plan",
     "jitllm.text.chat",
     "jitllm.models.build",
     "jitllm.formats.jlm",
+    "jitllm.memory.pages",
+    "jitllm.jit.cpu",
+    "jitllm.devices.host",
     "jitllm.kernels.norm.cpu",
     "jitllm.kernels.norm.reference",
     "jitllm.config",

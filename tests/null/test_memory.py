@@ -1,13 +1,30 @@
 """Spans of host memory: free until touched, given back for good, at one address."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from jitllm.devices.memory import HUGE_PAGE_BYTES, PAGE_BYTES, HostMemory, round_up
+from jitllm.devices.memory import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    Handle,
+    HostMemory,
+    Memory,
+    SharedMemory,
+    attach,
+    round_up,
+)
+from jitllm.errors import JitllmError
 
 MIB = 1 << 20
+
+
+@pytest.fixture(params=[HostMemory, SharedMemory], ids=["private", "shared"])
+def memory(request: pytest.FixtureRequest) -> Memory:
+    kind: type[HostMemory] | type[SharedMemory] = request.param
+    return kind()
 
 
 def resident_bytes() -> int:
@@ -21,9 +38,10 @@ def touch(view: memoryview) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 3 * MIB + 1, 64 * MIB])
-def test_a_span_is_zeroed_writable_and_aligned(num_bytes: int) -> None:
-    with HostMemory().reserve(num_bytes) as span:
-        assert span.address % HUGE_PAGE_BYTES == 0
+def test_a_span_is_zeroed_writable_and_aligned(memory: Memory, num_bytes: int) -> None:
+    with memory.reserve(num_bytes) as span:
+        unit = HUGE_PAGE_BYTES if isinstance(memory, HostMemory) else PAGE_BYTES
+        assert span.address % unit == 0
         view = span.view()
         assert len(view) == num_bytes
         assert view[0] == view[-1] == 0
@@ -32,15 +50,15 @@ def test_a_span_is_zeroed_writable_and_aligned(num_bytes: int) -> None:
         view.release()
 
 
-def test_a_reservation_costs_nothing_until_it_is_touched() -> None:
+def test_a_reservation_costs_nothing_until_it_is_touched(memory: Memory) -> None:
     before = resident_bytes()
-    with HostMemory().reserve(1 << 40):  # more than the machine has
+    with memory.reserve(1 << 40):  # more than the machine has
         assert resident_bytes() - before < 4 * MIB
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])
-def test_released_pages_go_back_and_read_as_zeros(huge_pages: bool) -> None:
-    with HostMemory().reserve(64 * MIB, huge_pages=huge_pages) as span:
+def test_released_pages_go_back_and_read_as_zeros(memory: Memory, huge_pages: bool) -> None:
+    with memory.reserve(64 * MIB, huge_pages=huge_pages) as span:
         before = resident_bytes()
         touch(span.view())
         assert resident_bytes() - before > 63 * MIB
@@ -51,8 +69,8 @@ def test_released_pages_go_back_and_read_as_zeros(huge_pages: bool) -> None:
         assert span.view()[12345 * PAGE_BYTES] == 0
 
 
-def test_a_small_page_never_takes_a_huge_one() -> None:
-    with HostMemory().reserve(64 * MIB, huge_pages=False) as span:
+def test_a_small_page_never_takes_a_huge_one(memory: Memory) -> None:
+    with memory.reserve(64 * MIB, huge_pages=False) as span:
         span.use_huge_pages(0, 3 * MIB)  # one huge page, and a rest of small ones
         before = resident_bytes()
         span.view()[3 * MIB - 1] = 1
@@ -61,8 +79,8 @@ def test_a_small_page_never_takes_a_huge_one() -> None:
         assert resident_bytes() - before < 3 * MIB + MIB // 2
 
 
-def test_what_is_outside_is_refused() -> None:
-    with HostMemory().reserve(3 * PAGE_BYTES) as span:
+def test_what_is_outside_is_refused(memory: Memory) -> None:
+    with memory.reserve(3 * PAGE_BYTES) as span:
         for offset, num_bytes in [(0, 4 * PAGE_BYTES), (-PAGE_BYTES, 1), (1, 1)]:
             with pytest.raises(ValueError, match="of 12288 bytes"):
                 span.release(offset, num_bytes)
@@ -70,9 +88,9 @@ def test_what_is_outside_is_refused() -> None:
             span.view(PAGE_BYTES, 3 * PAGE_BYTES)
 
 
-def test_closing_gives_everything_back_even_under_a_view() -> None:
+def test_closing_gives_everything_back_even_under_a_view(memory: Memory) -> None:
     before = resident_bytes()
-    span = HostMemory().reserve(32 * MIB)
+    span = memory.reserve(32 * MIB)
     view = span.view()
     touch(view)
     span.close()
@@ -100,3 +118,63 @@ except JitllmError as error:
 
 def test_rounding() -> None:
     assert [round_up(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+
+
+_READER = """
+import ctypes, sys
+from jitllm.devices.memory import Handle, attach
+handle = Handle(*map(int, sys.argv[1:]))
+with attach(handle) as address:
+    for line in sys.stdin:
+        print(*ctypes.string_at(address + int(line), 4), flush=True)
+"""
+
+
+def test_another_process_sees_what_is_written_and_what_is_given_back() -> None:
+    with SharedMemory().reserve(3 * PAGE_BYTES) as span:
+        handle = span.handle()
+        numbers = (handle.pid, handle.address, handle.num_bytes, handle.fd)
+        child = subprocess.Popen(
+            [sys.executable, "-c", _READER, *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def seen(offset: int) -> list[int]:
+            print(offset, file=child.stdin, flush=True)
+            return [int(word) for word in child.stdout.readline().split()]
+
+        with child:
+            span.view(PAGE_BYTES, 4)[:] = bytes([1, 2, 3, 4])
+            assert seen(PAGE_BYTES) == [1, 2, 3, 4]
+            span.view(PAGE_BYTES, 4)[:] = bytes([5, 6, 7, 8])
+            assert seen(PAGE_BYTES) == [5, 6, 7, 8]
+            span.release(PAGE_BYTES, PAGE_BYTES)
+            assert seen(PAGE_BYTES) == [0, 0, 0, 0]
+            span.view(0, 4)[:] = bytes([9, 9, 9, 9])
+            assert seen(0) == [9, 9, 9, 9]
+            child.stdin.close()
+        assert child.returncode == 0
+
+
+def test_in_its_own_process_a_handle_is_the_address(memory: Memory) -> None:
+    with memory.reserve(PAGE_BYTES) as span, attach(span.handle()) as address:
+        assert address == span.address
+
+
+@pytest.mark.parametrize("fd", [-1, 1 << 20], ids=["private", "closed"])
+def test_memory_that_cannot_be_attached_is_a_clear_error(fd: int) -> None:
+    handle = Handle(pid=1, address=0, num_bytes=PAGE_BYTES, fd=fd)
+    with pytest.raises(JitllmError, match=r"no view of 4.*process 1"), attach(handle):
+        pass
+
+
+def test_a_closed_span_leaves_no_file_open() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with SharedMemory().reserve(MIB):
+            pass
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -250,3 +250,26 @@ def test_the_victims_are_the_most_recently_used_ones() -> None:
     victims = blocks.trim()
     assert victims == (4, 3, 2)
     assert all(earlier > later for earlier, later in pairwise(victims))
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8)), max_size=12)
+
+
+@given(runs=RUNS, pinned=RUNS, budget=st.integers(0, 8))
+def test_a_run_counts_as_its_blocks_one_by_one(
+    runs: list[tuple[int, int]], pinned: list[tuple[int, int]], budget: int
+) -> None:
+    def victims(*, one_by_one: bool) -> tuple[int, ...]:
+        blocks = residency([BLOCK] * 8, 8 * BLOCK)
+        for block in range(8):
+            blocks.admit(block)
+            blocks.arrive(block)
+        for ranges, do in ((runs, blocks.use), (pinned, blocks.pin)):
+            for start, count in ranges:
+                stop = min(start + count, 8)
+                for at in range(start, stop) if one_by_one else (start,):
+                    do(at, at + 1 if one_by_one else stop)
+        blocks.frames.budget_bytes = budget * BLOCK
+        return blocks.trim()
+
+    assert victims(one_by_one=True) == victims(one_by_one=False)

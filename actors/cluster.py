@@ -1,0 +1,222 @@
+"""Being part of a Ray cluster: starting one on this machine, or joining one that runs.
+
+Imports Ray, for `actors.ray`. Knows no actor. A process is part of one cluster at most, and of that
+as long as anyone in it is. A cluster that was started here ends with this process whatever ends it:
+the kernel sees to its processes, and the next start to its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import ray
+
+from jitllm.errors import JitllmError
+from jitllm.log import logger
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Ray's own messages only: weights, KV and hidden states never lie in the object store."""
+
+_MAX_FOLDER = 40
+"""Letters in the path of our folder: Ray puts sockets into it, whose paths have limits."""
+
+_log = logger(__name__)
+
+
+@dataclass(slots=True)
+class _Membership:
+    """What this process shares with all that use the cluster in it. Ray allows one a process."""
+
+    how: str
+    dashboard: str
+    num_members: int = 0
+
+
+_membership: _Membership | None = None
+
+
+class Cluster:
+    """This process as part of a cluster, which holds an object store and processes of Ray's.
+
+    `close` it, or use it in a `with`; the last one that is closed leaves the cluster.
+    """
+
+    def __init__(self, how: str, *, dashboard: bool = True) -> None:
+        """Start a cluster on this machine ("local"), join the one that runs here ("auto"), or the
+        one at an address.
+
+        dashboard: with "local", serve Ray's own pages too. Takes about 5 s. A cluster that is
+        started lives no longer than the thread that does it. Raises `JitllmError` when there is
+        no cluster, and when this process is part of another one.
+        """
+        global _membership
+        if _membership is None:
+            _membership = _Membership(how, _join(how, dashboard))
+        elif _membership.how != how:
+            raise JitllmError(
+                f"this process is part of a cluster already (-ray {_membership.how})",
+                "one process joins one cluster",
+            )
+        _membership.num_members += 1
+        self._is_member = True
+        context = ray.get_runtime_context()
+        self.address: str = context.gcs_address
+        """For `ray list actors --address`, and for others who want to join."""
+        self.node: str = context.get_node_id()
+        self.dashboard = _membership.dashboard
+        """Address of Ray's pages; empty if there are none."""
+
+    def close(self) -> None:
+        """Leave; what was started here ends. Twice is fine."""
+        global _membership
+        if not self._is_member or _membership is None:
+            return
+        self._is_member = False
+        _membership.num_members -= 1
+        if not _membership.num_members:
+            _membership = None
+            _leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _join(how: str, dashboard: bool) -> str:
+    """Be part of a cluster; the address of its pages."""
+    options: dict[str, Any] = {
+        "namespace": "jitllm",
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+    }
+    if how == "local":
+        # The kernel ends Ray's processes when the thread that started them is gone.
+        if threading.current_thread() is not threading.main_thread():
+            raise JitllmError("a cluster is started by the main thread")
+        sweep()
+        options |= {
+            "address": "local",
+            "include_dashboard": dashboard,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": str(_own_folder()),
+            "_system_config": {"worker_niceness": 0},
+        }
+    else:
+        options["address"] = how
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
+    try:
+        with _own_signals():
+            url = ray.init(**options).dashboard_url
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        _remove_own_folder()
+        raise JitllmError(
+            f"no Ray cluster (-ray {how}): {error}",
+            "start one with `ray start --head`, or let one be started: -ray local",
+        ) from error
+    return f"http://{url}" if url else ""
+
+
+def _leave() -> None:
+    with _own_signals():
+        ray.shutdown()
+    _remove_own_folder()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; what it means here is not for Ray to say."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ----------------------------------------------------------------------------- folders
+
+_own: tuple[Path, int] | None = None
+"""The folder of the cluster that was started here, and the lock that says so."""
+
+
+def _base() -> Path:
+    parent = tempfile.gettempdir()
+    return Path(parent if len(parent) < _MAX_FOLDER - 20 else "/tmp") / f"jitllm-{os.getuid()}"
+
+
+def _own_folder() -> Path:
+    """A folder for a cluster's sockets and logs, locked for as long as this process lives."""
+    global _own
+    base = _base()
+    base.mkdir(mode=0o700, exist_ok=True)
+    if base.stat().st_uid != os.getuid():
+        raise JitllmError(f"{base} belongs to another user", "remove it or set TMPDIR")
+    folder = base / f"ray-{secrets.token_hex(4)}"
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _own = folder, lock
+    return folder
+
+
+def _remove_own_folder() -> None:
+    global _own
+    if _own is not None:
+        folder, lock = _own
+        _own = None
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def sweep() -> int:
+    """Remove what clusters left whose process was killed; returns how many there were."""
+    left = 0
+    for folder in _base().glob("ray-*"):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR)
+        except OSError:
+            continue  # it is just being made, or gone
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # its process lives
+        else:
+            left += 1
+            _kill_processes_of(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+    return left
+
+
+def _kill_processes_of(folder: Path) -> None:
+    """End Ray's processes that name `folder`, which is nobody else's, in their command line."""
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        uids, command = process.info["uids"], process.info["cmdline"] or ()
+        if uids and uids.real == os.getuid() and any(f"{folder}/" in word for word in command):
+            _log.warning("a process of a killed server is ended: %d", process.pid)
+            with contextlib.suppress(psutil.Error):
+                process.kill()

@@ -1,0 +1,422 @@
+"""The runtime on a cluster: Ray starts a process for each actor, names it and watches over it.
+
+The only importer of Ray. Inside its process an actor lives as in the embedded runtime; messages
+reach it through a door when the sender is on its node, and through Ray's own calls, whose order is
+restored here, when it is not. Nothing is detached: actors end with the process that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors import transport
+from actors.actor import Message, NamedRef, Recipe, Ref
+from actors.carry import Carrier, Frames, Kind, pack
+from actors.cluster import Cluster
+from actors.local import LocalRef, Runtime
+from actors.mailbox import Stopped
+from actors.transport import Caller, Door, Listener, Session, Wire
+from jitllm.errors import JitllmError, UsageError
+from jitllm.log import logger
+
+R = TypeVar("R")
+
+NAMESPACE = "jitllm"
+SWITCH_INTERVAL_S = 0.0005
+"""How long a Python thread may keep the lock from a step that comes back from native code."""
+
+_MAX_CALLS = 10_000
+"""Calls through Ray that an actor holds at once: everyone who waits for an answer holds one."""
+_MAX_UNANSWERED = 256
+"""Messages through Ray that are not in their mailbox yet, before their sender waits."""
+
+_log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where an actor lives."""
+
+    node: str
+    pid: int
+    address: str
+    """Of its door, for its own node."""
+    niceness: int
+
+
+class RayRuntime:
+    """Actors of one model by name, each in a process of its own; use it in an `async with`.
+
+    The end stops them, the latest first. What is left of an actor whose process dies is nothing:
+    with `restarts` a successor is made from its recipe, and messages find it by the same ref.
+    """
+
+    def __init__(self, cluster: Cluster, model: str) -> None:
+        self._cluster = cluster
+        self._prefix = f"jitllm:{model}:"
+        self._neighbours = _Neighbours(self._prefix)
+        self._handles: dict[str, Any] = {}
+        self.places: dict[str, Where] = {}
+        """Where each actor was when it started."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What about the cluster makes replies slower than they could be."""
+        slow = next((where for where in self.places.values() if where.niceness > 0), None)
+        if slow is None:
+            return ()
+        return (
+            f"Ray runs its workers at nice {slow.niceness} here, so that any busy process slows "
+            "replies down; start the cluster with RAY_worker_niceness=0",
+        )
+
+    async def start(self, recipe: Recipe, name: str, *, restarts: bool = False) -> Ref:
+        """Have an actor made from `recipe` in a process of this node; its ref once it is ready.
+
+        Raises what `recipe.make` or `on_start` raise, `UsageError` when the cluster has an actor of
+        this name, `Stopped` when the process dies before it is ready.
+        """
+        birth = _Birth(name, self._prefix, self._neighbours.carrier.dump(recipe))
+        here = NodeAffinitySchedulingStrategy(self._cluster.node, soft=False)
+        options: dict[str, Any] = {
+            "name": _full_name(self._prefix, name),
+            "namespace": NAMESPACE,
+            "num_cpus": 0,  # what we take is said by budgets and threads, not by Ray's counting
+            "max_restarts": -1 if restarts else 0,
+            "max_concurrency": _MAX_CALLS,
+            "scheduling_strategy": here,
+        }
+        try:
+            handle = ray.remote(ActorProcess).options(**options).remote(birth)
+        except ValueError as error:
+            raise UsageError(
+                f"the cluster has an actor {options['name']} already",
+                "stop the server that runs it, or serve the model under another name",
+            ) from error
+        self._handles[name] = handle
+        try:
+            where = await _where(handle, name, self._neighbours.carrier)
+        except BaseException:
+            await self.stop(name)
+            raise
+        self.places[name] = where
+        return self._neighbours.ref(name)
+
+    def ref(self, name: str) -> Ref:
+        """The ref of the actor that is called `name`; `KeyError` when there is none."""
+        if name not in self._handles:
+            raise KeyError(name)
+        return self._neighbours.ref(name)
+
+    async def stop(self, name: str) -> None:
+        """Stop one actor and end its process."""
+        handle = self._handles.pop(name, None)
+        if handle is None:
+            return
+        try:
+            async with asyncio.timeout(transport.DEADLINE_S):
+                await handle.stop.remote()
+        except (RayActorError, TimeoutError) as error:
+            _log.warning("%s did not stop by itself: %s", name, type(error).__name__)
+        finally:
+            ray.kill(handle)
+            self._neighbours.forget(name)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            for name in reversed(tuple(self._handles)):
+                await self.stop(name)
+        finally:  # after a second Ctrl-C: all at once, in no order
+            for handle in self._handles.values():
+                ray.kill(handle)
+            self._neighbours.close()
+
+
+# ---------------------------------------------------------------------------------- refs
+
+
+class RayRef(NamedRef):
+    """The address of an actor in another process."""
+
+    __slots__ = ("_name", "_neighbours")
+
+    def __init__(self, name: str, neighbours: _Neighbours) -> None:
+        self._name = name
+        self._neighbours = neighbours
+
+    @property
+    def name(self) -> str:
+        """See `Ref`."""
+        return self._name
+
+    async def tell(self, message: Message[Any]) -> None:
+        """See `Ref.tell`."""
+        await self._neighbours.caller(self._name).tell(message)
+
+    async def ask(self, message: Message[R]) -> R:
+        """See `Ref.ask`; raises `Lost` when the process of the actor ends meanwhile."""
+        return await self._neighbours.caller(self._name).ask(message)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RayRef) and other._name == self._name
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    def __repr__(self) -> str:
+        return f"<actor {self._name}>"
+
+
+class _Neighbours:
+    """The actors of a model as one process reaches them; its own one needs no way there."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._callers: dict[str, Caller] = {}
+        self.own: LocalRef | None = None
+        self.carrier = Carrier(self.ref)
+
+    def ref(self, name: str) -> Ref:
+        """The ref of an actor, whether or not there is one."""
+        if self.own is not None and self.own.name == name:
+            return self.own
+        return RayRef(name, self)
+
+    def caller(self, name: str) -> Caller:
+        """The way to an actor, or to its successor."""
+        caller = self._callers.get(name)
+        if caller is None or caller.is_lost:
+            connect = partial(self._connect, name)
+            caller = self._callers[name] = Caller(name, self.carrier, connect)
+        return caller
+
+    def forget(self, name: str) -> None:
+        """End the way to an actor."""
+        caller = self._callers.pop(name, None)
+        if caller is not None:
+            caller.close()
+
+    def close(self) -> None:
+        """End all ways."""
+        for name in tuple(self._callers):
+            self.forget(name)
+
+    async def _connect(self, name: str, listener: Listener) -> Wire:
+        try:
+            handle = ray.get_actor(_full_name(self._prefix, name), namespace=NAMESPACE)
+        except ValueError as error:
+            raise Stopped(name) from error
+        while True:
+            where = await _where(handle, name, self.carrier)
+            if where.node != _own_node():
+                return _RayWire(handle, listener)
+            try:
+                return await transport.connect(where.address, listener)
+            except ConnectionError:  # it died since: Ray will notice
+                await asyncio.sleep(0.1)
+
+
+def _full_name(prefix: str, name: str) -> str:
+    return prefix + name.replace(" ", ":")
+
+
+def _own_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+async def _where(handle: Any, name: str, carrier: Carrier) -> Where:
+    """Where an actor lives, once it is ready. Raises why it is not, `Stopped` if it is dead."""
+    try:
+        where: Where | bytes = await handle.where.remote()
+    except RayActorError as error:
+        raise Stopped(name) from error
+    if isinstance(where, bytes):
+        raise carrier.load(where)
+    return where
+
+
+# ---------------------------------------------------------------------------- the actor's process
+
+
+@dataclass(frozen=True, slots=True)
+class _Birth:
+    """All that a process needs to know to become an actor."""
+
+    name: str
+    prefix: str
+    recipe: bytes
+
+
+class ActorProcess:
+    """One of our actors, alone in a process of Ray's; made again by Ray when the process died."""
+
+    def __init__(self, birth: _Birth) -> None:
+        self._birth = birth
+        self._neighbours = _Neighbours(birth.prefix)
+        self._guests: dict[str, _RayGuest] = {}
+        self._ref: LocalRef | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._end = asyncio.Event()
+
+    @ray.method(max_task_retries=-1)  # it starts what is to be found, and says the same twice
+    async def where(self) -> Where | bytes:
+        """Where this actor is, once it is ready; an error, packed, when it cannot be."""
+        if self._life is None:
+            self._ready: asyncio.Future[Where] = asyncio.get_running_loop().create_future()
+            self._life = asyncio.create_task(self._live(), name=self._birth.name)
+        try:
+            return await asyncio.shield(self._ready)
+        except Exception as error:
+            return self._neighbours.carrier.dump_error(error)
+
+    async def deliver(self, sender: str, number: int, data: bytes) -> bytes:
+        """Frame `number` of a sender on another node; the frame that answers it, if one does."""
+        if self._ref is None:
+            raise JitllmError(f"{self._birth.name} is not ready")
+        guest = self._guests.get(sender)
+        if guest is None:
+            guest = self._guests[sender] = _RayGuest(self._ref, self._neighbours.carrier)
+        return await guest.take(number, data)
+
+    async def stop(self) -> None:
+        """Stop the actor; its process has nothing left to do."""
+        self._end.set()
+        if self._life is not None:
+            await asyncio.wait([self._life])
+
+    async def _live(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        neighbours = self._neighbours
+        try:
+            async with Runtime() as runtime:
+                recipe: Recipe = neighbours.carrier.load(self._birth.recipe)
+                actor = await recipe.make()
+                self._ref = neighbours.own = await runtime.spawn(actor, self._birth.name)
+                door = Door(self._ref, neighbours.carrier)
+                await door.open()
+                with contextlib.closing(door):
+                    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+                    where = Where(_own_node(), os.getpid(), door.address, niceness)
+                    self._ready.set_result(where)
+                    await self._end.wait()
+        except Exception as error:
+            if self._ready.done():
+                _log.exception("%s did not stop cleanly", self._birth.name)
+            else:
+                self._ready.set_exception(error)
+        finally:
+            neighbours.close()
+
+
+# ------------------------------------------------------------------------------- other nodes
+
+
+class _RayWire:
+    """Frames as calls of Ray's. They overtake each other, so each has a number."""
+
+    def __init__(self, handle: Any, listener: Listener) -> None:
+        self._handle = handle
+        self._listener = listener
+        self._sender = secrets.token_hex(8)
+        self._num_sent = 0
+        self._calls: set[asyncio.Task[None]] = set()
+        self._num_unanswered = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
+
+    def send(self, data: bytes) -> None:
+        """See `Wire`."""
+        call = asyncio.create_task(self._call(self._num_sent, data))
+        self._num_sent += 1
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def room(self) -> None:
+        """See `Wire`."""
+        await self._drained.wait()
+
+    def close(self) -> None:
+        """See `Wire`."""
+        self._drained.set()
+        current = asyncio.current_task() if self._calls else None
+        for call in self._calls - {current}:
+            call.cancel()
+
+    async def _call(self, number: int, data: bytes) -> None:
+        is_tell = data[4] == Kind.TELL
+        self._count(is_tell)
+        try:
+            answers = await self._handle.deliver.remote(self._sender, number, data)
+        except Exception as error:
+            self._listener.lose(f"a call failed ({type(error).__name__})")
+        else:
+            for frame in Frames().feed(answers):
+                self._listener.answer(frame)
+        finally:
+            self._count(-is_tell)
+
+    def _count(self, change: int) -> None:
+        self._num_unanswered += change
+        if self._num_unanswered < _MAX_UNANSWERED:
+            self._drained.set()
+        else:
+            self._drained.clear()
+
+
+class _RayGuest:
+    """A sender on another node: its frames in the order in which they were sent."""
+
+    def __init__(self, ref: LocalRef, carrier: Carrier) -> None:
+        self._session = Session(ref, carrier, self._answer, self._resume)
+        self._num_taken = 0
+        self._early: dict[int, asyncio.Future[None]] = {}
+        self._has_room = asyncio.Event()
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+
+    async def take(self, number: int, data: bytes) -> bytes:
+        """Handle frame `number`; the frame that answers it, or one that says it was taken."""
+        loop = asyncio.get_running_loop()
+        if number != self._num_taken:
+            turn = self._early[number] = loop.create_future()
+            await turn
+        (frame,) = Frames().feed(data)
+        answer: asyncio.Future[bytes] | None = None
+        if frame.kind is Kind.ASK:
+            answer = self._answers[frame.question] = loop.create_future()
+        self._has_room.clear()
+        if not self._session.take(frame):
+            await self._has_room.wait()
+        self._num_taken += 1
+        turn_of_next = self._early.pop(self._num_taken, None)
+        if turn_of_next is not None:
+            turn_of_next.set_result(None)
+        return pack(Kind.PONG) if answer is None else await answer
+
+    def _answer(self, data: bytes) -> None:
+        for frame in Frames().feed(data):
+            answer = self._answers.pop(frame.question, None)
+            if answer is not None and not answer.done():
+                answer.set_result(data)
+
+    def _resume(self) -> None:
+        self._has_room.set()

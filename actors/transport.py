@@ -1,0 +1,487 @@
+"""How processes of one node reach each other's actors: frames over a Unix socket.
+
+Knows frames, mailboxes and who asked what. Knows no Ray. A socket is a bounded queue in the memory
+of the kernel, and all that a step needs of one: it keeps the order, wakes the peer, holds a sender
+back, and says at once when a process is gone.
+
+The asking side is a `Caller`, one for each actor that a process speaks to. The actor's side is a
+`Session` for each caller; behind a `Door` when the two share a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+from actors.actor import Message
+from actors.carry import Carrier, Frame, Frames, Kind, pack
+from actors.local import Letter, LocalRef
+from actors.mailbox import Lost, Stopped
+from jitllm.log import logger
+
+R = TypeVar("R")
+
+PING_S = 2.0
+"""How often a silent peer is asked whether it lives, while it owes an answer."""
+DEADLINE_S = 30.0
+"""Silence after which a peer is given up: loading a large vocabulary may hold it for seconds."""
+
+_MAX_UNSENT_BYTES = 1 << 20
+_log = logger(__name__)
+
+
+class Wire(Protocol):
+    """Carries frames to one actor, in order."""
+
+    def send(self, data: bytes) -> None:
+        """Queue a frame."""
+        ...
+
+    async def room(self) -> None:
+        """Wait while too much is queued."""
+        ...
+
+    def close(self) -> None:
+        """End it; nothing is answered any more."""
+        ...
+
+
+class Listener(Protocol):
+    """Who opened a wire."""
+
+    def answer(self, frame: Frame) -> None:
+        """A frame came back."""
+        ...
+
+    def lose(self, problem: str) -> None:
+        """The wire has ended."""
+        ...
+
+
+Connect = Callable[[Listener], Coroutine[Any, Any, Wire]]
+
+# ------------------------------------------------------------------------------------ who asks
+
+
+@dataclass(slots=True)
+class _Ask:
+    message: Message[Any]
+    reply: asyncio.Future[Any]
+
+
+class Caller:
+    """Messages from this process to one actor elsewhere, in the order of the calls.
+
+    Made for one connection: once it `is_lost`, make another one.
+    """
+
+    def __init__(self, name: str, carrier: Carrier, connect: Connect) -> None:
+        self._name = name
+        self._carrier = carrier
+        self._asks: dict[int, _Ask] = {}
+        self._num_asks = 0
+        self._unsent: list[bytes] = []
+        self._wire: Wire | None = None
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._opening = loop.create_task(self._open(connect))
+        self._error: Exception | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._silent_s = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the other side is out of reach."""
+        return self._error is not None
+
+    async def tell(self, message: Message[Any]) -> None:
+        """See `Ref.tell`. Raises `Lost` when the process of the actor is gone."""
+        self._send(pack(Kind.TELL, 0, self._carrier.dump(message)))
+        await self._room()
+
+    async def ask(self, message: Message[R]) -> R:
+        """See `Ref.ask`. Raises `Lost` when the process of the actor goes meanwhile."""
+        body = self._carrier.dump(message)
+        self._num_asks += 1
+        question = self._num_asks
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._send(pack(Kind.ASK, question, body))
+        self._asks[question] = _Ask(message, reply)
+        self._keep_watch()
+        try:
+            await self._room()
+            return await reply
+        except asyncio.CancelledError:
+            if question in self._asks:
+                reply.cancel()
+                self._send(pack(Kind.CANCEL, question))
+            elif reply.done() and not reply.cancelled() and reply.exception() is None:
+                self._return(message, reply.result())  # it came in the same moment
+            raise
+
+    def close(self) -> None:
+        """Ask nothing any more; who waits gets `Stopped`."""
+        self._end(Stopped(self._name))
+
+    # --- Listener ----------------------------------------------------------------------------
+
+    def answer(self, frame: Frame) -> None:
+        """See `Listener`."""
+        self._silent_s = 0.0
+        ask = self._asks.pop(frame.question, None)
+        if ask is None:
+            return
+        if ask.reply.done():  # who asked was cancelled
+            if frame.kind is Kind.REPLY:
+                self._return(ask.message, self._carrier.load(frame.body))
+            return
+        try:
+            value = self._carrier.load(frame.body) if frame.body else None
+        except Exception as error:
+            unread = f"an answer of {self._name} could not be read: {error}"
+            ask.reply.set_exception(RuntimeError(unread))
+            return
+        if frame.kind is Kind.REPLY:
+            ask.reply.set_result(value)
+        elif isinstance(value, BaseException):
+            ask.reply.set_exception(value)
+        else:
+            ask.reply.set_exception(Stopped(self._name))
+
+    def lose(self, problem: str) -> None:
+        """See `Listener`."""
+        self._end(Lost(self._name, problem))
+
+    # -----------------------------------------------------------------------------------------
+
+    async def _open(self, connect: Connect) -> None:
+        try:
+            wire = await connect(self)
+        except Exception as error:
+            self._end(error)
+            return
+        if self._error is not None:
+            wire.close()
+            return
+        self._wire = wire
+        for data in self._unsent:
+            wire.send(data)
+        self._unsent.clear()
+        self._ready.set_result(None)
+
+    def _send(self, data: bytes) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._wire is None:
+            self._unsent.append(data)
+        else:
+            self._wire.send(data)
+
+    async def _room(self) -> None:
+        if self._wire is None:
+            await asyncio.shield(self._ready)
+        if self._wire is not None:
+            await self._wire.room()
+
+    def _return(self, message: Message[Any], reply: object) -> None:
+        """Give a reply back that nobody took."""
+        if self._error is None:
+            self._send(pack(Kind.LOST, 0, self._carrier.dump((message, reply))))
+
+    def _end(self, error: Exception) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._wire is not None:
+            self._wire.close()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # perhaps nobody waits for it
+        asks, self._asks = self._asks, {}
+        for ask in asks.values():
+            if not ask.reply.done():
+                ask.reply.set_exception(error)
+                ask.reply.exception()  # who asked may be cancelled before it looks
+
+    def _keep_watch(self) -> None:
+        """Ask a silent peer whether it lives, for as long as it owes an answer."""
+        if self._watch is None:
+            self._silent_s = 0.0
+            self._watch = asyncio.get_running_loop().call_later(PING_S, self._look)
+
+    def _look(self) -> None:
+        self._watch = None
+        if not self._asks or self._wire is None:
+            return
+        if self._silent_s >= DEADLINE_S:
+            _log.error("%s does not move", self._name)
+            self.lose(f"it has not moved for {self._silent_s:g} s")
+            return
+        silent_s = self._silent_s + PING_S
+        self._wire.send(pack(Kind.PING))
+        self._keep_watch()
+        self._silent_s = silent_s
+
+
+# --------------------------------------------------------------------------------- who is asked
+
+
+class Session:
+    """One caller's messages to an actor of this process.
+
+    send: takes the frames that go back. resume: called when a full mailbox has room again.
+    """
+
+    def __init__(
+        self,
+        ref: LocalRef,
+        carrier: Carrier,
+        send: Callable[[bytes], None],
+        resume: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ref = ref
+        self._carrier = carrier
+        self._send = send
+        self._resume = resume
+        self._owed: dict[int, Letter] = {}
+        self._held: deque[tuple[Frame, Letter]] = deque()
+        self._pump: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    def take(self, frame: Frame) -> bool:
+        """Handle a frame; False: send no more before `resume` was called."""
+        match frame.kind:
+            case Kind.TELL | Kind.ASK:
+                self._deliver(frame)
+            case Kind.CANCEL:
+                letter = self._owed.get(frame.question)
+                if letter is not None and letter.reply is not None:
+                    letter.reply.cancel()
+            case Kind.LOST:
+                self._take_back(frame)
+            case Kind.PING:
+                self._send(pack(Kind.PONG))
+            case _:
+                raise ValueError(f"a caller sent {frame.kind.name}")
+        return self._pump is None
+
+    def close(self) -> None:
+        """The caller is gone: nobody waits for what it asked."""
+        self._is_closed = True
+        for letter in list(self._owed.values()):
+            if letter.reply is not None:
+                letter.reply.cancel()
+
+    def _deliver(self, frame: Frame) -> None:
+        try:
+            message = self._carrier.load(frame.body)
+        except Exception as error:
+            self._refuse(frame, RuntimeError(f"a message could not be read: {error}"))
+            return
+        letter = Letter(message, None)
+        if frame.kind is Kind.ASK:
+            letter.reply = asyncio.get_running_loop().create_future()
+            letter.reply.add_done_callback(partial(self._answer, frame.question))
+            self._owed[frame.question] = letter
+        if self._pump is None and self._offer(frame, letter):
+            return
+        self._held.append((frame, letter))
+        if self._pump is None:
+            self._pump = asyncio.get_running_loop().create_task(self._pump_held())
+
+    def _offer(self, frame: Frame, letter: Letter) -> bool:
+        try:
+            return self._ref.offer(letter)
+        except Stopped as error:
+            self._fail(frame, letter, error)
+            return True
+
+    async def _pump_held(self) -> None:
+        while self._held:
+            frame, letter = self._held.popleft()
+            try:
+                await self._ref.put(letter)
+            except Stopped as error:
+                self._fail(frame, letter, error)
+            self._send_back(pack(Kind.PONG))
+        self._pump = None
+        self._resume()
+
+    def _fail(self, frame: Frame, letter: Letter, error: Exception) -> None:
+        if letter.reply is not None and not letter.reply.done():
+            letter.reply.set_exception(error)
+        elif letter.reply is None:
+            self._refuse(frame, error)
+
+    def _refuse(self, frame: Frame, error: Exception) -> None:
+        if frame.kind is Kind.ASK:
+            self._send_back(pack(Kind.FAILURE, frame.question, self._carrier.dump_error(error)))
+        else:
+            _log.error("%s did not get a message: %s", self._ref.name, error)
+
+    def _answer(self, question: int, reply: asyncio.Future[Any]) -> None:
+        """The actor has answered, or nobody waits any more."""
+        letter = self._owed.pop(question)
+        if reply.cancelled():
+            self._send_back(pack(Kind.NOTHING, question))
+        elif (error := reply.exception()) is not None:
+            self._send_back(pack(Kind.FAILURE, question, self._carrier.dump_error(error)))
+        elif self._is_closed:
+            self._ref.lose(letter, reply.result())
+        else:
+            try:
+                data = pack(Kind.REPLY, question, self._carrier.dump(reply.result()))
+            except Exception as untold:
+                self._ref.lose(letter, reply.result())
+                data = pack(Kind.FAILURE, question, self._carrier.dump_error(untold))
+            self._send_back(data)
+
+    def _take_back(self, frame: Frame) -> None:
+        try:
+            message, reply = self._carrier.load(frame.body)
+        except Exception:
+            _log.exception("%s could not take a reply back", self._ref.name)
+        else:
+            self._ref.lose(Letter(message, None), reply)
+
+    def _send_back(self, data: bytes) -> None:
+        if not self._is_closed:
+            self._send(data)
+
+
+# ------------------------------------------------------------------------------------- one node
+
+
+class Door:
+    """Where the other processes of this node reach an actor; its address is a socket's name.
+
+    The name lies in no file system, so that nothing is left of it when the process ends.
+    """
+
+    def __init__(self, ref: LocalRef, carrier: Carrier) -> None:
+        self._ref = ref
+        self._carrier = carrier
+        self._guests: set[_Guest] = set()
+        self._server: asyncio.Server | None = None
+        self.address = f"\0jitllm-{os.getpid()}-{secrets.token_hex(8)}"
+
+    async def open(self) -> None:
+        """Let callers in."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(self._guest, path=self.address)
+
+    def close(self) -> None:
+        """Let nobody in any more, and end what callers have open."""
+        if self._server is not None:
+            self._server.close()
+        for guest in list(self._guests):
+            guest.close()
+
+    def _guest(self) -> _Guest:
+        return _Guest(self._ref, self._carrier, self._guests)
+
+
+class _Guest(asyncio.Protocol):
+    """A caller at a door."""
+
+    def __init__(self, ref: LocalRef, carrier: Carrier, guests: set[_Guest]) -> None:
+        self._ref = ref
+        self._carrier = carrier
+        self._guests = guests
+        self._frames = Frames()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._guests.add(self)
+        if _peer_uid(transport) != os.getuid():
+            _log.error("%s was called by another user, who was not let in", self._ref.name)
+            self._transport.abort()
+        write, resume = self._transport.write, self._transport.resume_reading
+        self._session = Session(self._ref, self._carrier, write, resume)
+
+    def data_received(self, data: bytes) -> None:
+        goes_on = True
+        try:
+            for frame in self._frames.feed(data):
+                goes_on = self._session.take(frame)
+        except ValueError as error:
+            _log.error("%s was sent what is no message: %s", self._ref.name, error)
+            self._transport.abort()
+        if not goes_on:
+            self._transport.pause_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._guests.discard(self)
+        self._session.close()
+
+    def close(self) -> None:
+        """What was answered still goes out."""
+        self._transport.close()
+
+
+class _UnixWire(asyncio.Protocol):
+    """A caller's end."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._frames = Frames()
+        self._drained: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
+        if _peer_uid(transport) != os.getuid():
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.feed(data):
+            self._listener.answer(frame)
+
+    def pause_writing(self) -> None:
+        self._drained = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        self._drained = None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.resume_writing()
+        self._listener.lose("its process ended")
+
+    def send(self, data: bytes) -> None:
+        """See `Wire`."""
+        self._transport.write(data)
+
+    async def room(self) -> None:
+        """See `Wire`."""
+        if self._drained is not None:
+            await asyncio.shield(self._drained)
+
+    def close(self) -> None:
+        """See `Wire`."""
+        self._transport.abort()
+
+
+async def connect(address: str, listener: Listener) -> Wire:
+    """A wire to the actor behind the door at `address`. Raises `OSError` when it is closed."""
+    loop = asyncio.get_running_loop()
+    _, wire = await loop.create_unix_connection(partial(_UnixWire, listener), path=address)
+    return wire
+
+
+def _peer_uid(transport: asyncio.BaseTransport) -> int:
+    """The user at the other end."""
+    sock = transport.get_extra_info("socket")
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[1])

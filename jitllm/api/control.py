@@ -1,0 +1,204 @@
+"""The control plane, REST under /jitllm/v1: models, their memory, requests under way, devices.
+
+Knows the `Models` of a server and its sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from jitllm import __version__
+from jitllm.api.errors import ApiError, bad_request
+from jitllm.api.health import snapshot
+from jitllm.api.models import Load, Served
+from jitllm.api.openapi import REPLIES
+from jitllm.api.schema import LoadRequest, PlaceRequest
+from jitllm.api.service import Service, service_of
+from jitllm.api.sessions import Session
+from jitllm.engine import EngineStats, Pages
+from jitllm.errors import UsageError
+from jitllm.units import parse_size
+
+router = APIRouter(prefix="/jitllm/v1", tags=["control"], responses=REPLIES)
+
+Plain = dict[str, Any]
+
+_FORCE_TIMEOUT_S = 10.0
+
+
+@router.get("/models")
+async def list_models(request: Request) -> Plain:
+    """Every model that is loaded."""
+    service = service_of(request)
+    return {"models": [_model(service, served) for served in service.models.list()]}
+
+
+@router.post("/models", status_code=201)
+async def load_model(body: LoadRequest, request: Request) -> Plain:
+    """Open a container and serve it; answers when it is ready."""
+    service = service_of(request)
+    if "\0" in body.path:
+        raise bad_request("path: it contains a zero byte", "path")
+    load = Load(
+        path=Path(body.path),
+        id=body.id,
+        maxmem_bytes=_size(body.maxmem),
+        ctx_tokens=body.ctx,
+        kv_type=body.kv_type,
+    )
+    try:
+        served = await service.models.load(load)
+    except OSError as error:
+        raise bad_request(f"path: {error.strerror or error}", "path") from error
+    return _model(service, served)
+
+
+@router.get("/models/{model_id:path}/placement")
+async def get_placement(model_id: str, request: Request) -> Plain:
+    """Where the blocks of a model are and what memory it may take."""
+    served = service_of(request).served(model_id)
+    return _placement(served, (await served.engine.stats()).pages)
+
+
+@router.post("/models/{model_id:path}/placement")
+async def place_model(model_id: str, body: PlaceRequest, request: Request) -> Plain:
+    """Change the memory budget of a model while it works."""
+    service = service_of(request)
+    served = service.served(model_id)
+    budget_bytes = _size(body.maxmem)
+    assert budget_bytes is not None
+    return _placement(served, await service.models.place(served.id, budget_bytes))
+
+
+@router.get("/models/{model_id:path}")
+async def get_model(model_id: str, request: Request) -> Plain:
+    """One model: what it is and what it does."""
+    service = service_of(request)
+    served = service.served(model_id)
+    stats = await served.engine.stats()
+    return {**_model(service, served), "config": served.header.config, "stats": asdict(stats)}
+
+
+@router.delete("/models/{model_id:path}")
+async def unload_model(model_id: str, request: Request, force: bool = False) -> Plain:
+    """Close a model and give its memory back.
+
+    One with requests under way is refused with 409; `force` ends them first.
+    """
+    service = service_of(request)
+    served = service.served(model_id)
+    if force:
+        await _end_all(service, served)
+    if in_use := service.sessions.list(served.id):
+        raise ApiError(
+            409, f"{served.id} is in use by {len(in_use)} requests; wait or use force", "model"
+        )
+    await service.models.unload(served.id)
+    return {"id": served.id, "unloaded": True}
+
+
+@router.get("/sessions")
+async def list_sessions(request: Request, model: str | None = None) -> Plain:
+    """Requests under way, the oldest first."""
+    service = service_of(request)
+    model_id = None if model is None else service.served(model).id
+    return {"sessions": [session.describe() for session in service.sessions.list(model_id)]}
+
+
+@router.get("/sessions/{name}")
+async def get_session(name: str, request: Request) -> Plain:
+    """One request, by the id of its reply or its x-request-id."""
+    return _session(service_of(request), name).describe()
+
+
+@router.post("/sessions/{name}/cancel")
+async def cancel_session(name: str, request: Request) -> Plain:
+    """End a request; its client gets what there is."""
+    session = _session(service_of(request), name)
+    session.cancel()
+    return {"id": session.id, "cancelled": True}
+
+
+@router.get("/stats")
+async def get_stats(request: Request) -> Plain:
+    """A snapshot of everything."""
+    service = service_of(request)
+    found = await snapshot(service)
+    return {
+        "server": {
+            "version": __version__,
+            "uptime_s": time.perf_counter() - service.began_s,
+            "sessions": len(service.sessions),
+            "is_draining": service.is_draining,
+        },
+        "models": [_stats(service, served, stats) for served, stats in found.items()],
+    }
+
+
+@router.get("/devices")
+async def list_devices(request: Request) -> Plain:
+    """What could compute here."""
+    return {"devices": list(service_of(request).models.devices())}
+
+
+async def _end_all(service: Service, served: Served) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_FORCE_TIMEOUT_S):
+            while sessions := service.sessions.list(served.id):
+                for session in sessions:
+                    session.cancel()
+                await service.sessions.next_end()
+
+
+def _session(service: Service, name: str) -> Session:
+    session = service.sessions.get(name)
+    if session is None:
+        raise ApiError(404, f"there is no request {name[:200]!r} under way", "session")
+    return session
+
+
+def _size(maxmem: str | int | None) -> int | None:
+    if not isinstance(maxmem, str):
+        return maxmem
+    try:
+        return parse_size(maxmem, "maxmem")
+    except UsageError as error:
+        raise bad_request(str(error), "maxmem") from error
+
+
+def _model(service: Service, served: Served) -> Plain:
+    header = served.header
+    return {
+        "id": served.id,
+        "aliases": list(served.aliases),
+        "path": str(served.path),
+        "arch": header.arch,
+        "blocks": len(header.blocks),
+        "weight_bytes": header.dense.length + sum(extent.length for extent in header.blocks),
+        "context_tokens": served.context_tokens,
+        "vocab_tokens": served.vocab_tokens,
+        "chat_templates": sorted(header.chat_templates),
+        "loaded_at_s": served.loaded_at_s,
+        "sessions": len(service.sessions.list(served.id)),
+        "where": dict(served.where),
+    }
+
+
+def _stats(service: Service, served: Served, stats: EngineStats) -> Plain:
+    return {
+        "id": served.id,
+        "sessions": len(service.sessions.list(served.id)),
+        "fits": stats.pages.frames >= stats.pages.blocks,
+        **asdict(stats),
+    }
+
+
+def _placement(served: Served, pages: Pages) -> Plain:
+    return {"id": served.id, "fits": pages.frames >= pages.blocks, "pages": asdict(pages)}

@@ -1,0 +1,165 @@
+"""GET /metrics: what this server and its models did, as Prometheus reads it.
+
+Knows choices that have ended and snapshots of engines. Each server has a registry of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jitllm.api.choices import Choice
+from jitllm.api.models import Served
+from jitllm.engine import EngineStats
+from jitllm.errors import QueueFull
+
+Snapshot = Mapping[Served, EngineStats]
+
+_MODEL = ("model",)
+
+
+class Counts:
+    """What was asked of a server and what it answered, by model."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._in_flight = self._gauge("jitllm_requests_in_flight", "Requests under way")
+        self._refused = self._counter("jitllm_requests_refused", "Requests refused: queue full")
+        self._generates = self._counter("jitllm_generates", "Sequences that ended")
+        self._generated = self._counter("jitllm_tokens_generated", "Generated tokens")
+        self._prefilled = self._counter("jitllm_tokens_prefilled", "Prompt tokens of sequences")
+        self._restored = self._counter(
+            "jitllm_prompt_positions_restored", "Prompt positions whose keys and values were there"
+        )
+        self._computed = self._counter(
+            "jitllm_prompt_positions_computed", "Prompt positions that were computed"
+        )
+        self._prefill_s = self._summary("jitllm_prefill_seconds", "Prompt to first token")
+        self._decode_s = self._summary("jitllm_decode_seconds", "First token to last")
+        self._queued_s = self._summary("jitllm_queue_seconds", "Submitted to admitted")
+
+    @contextmanager
+    def request(self, model: str, choices: Sequence[Choice]) -> Iterator[None]:
+        """Count a request, whatever becomes of it in the block."""
+        self._in_flight.labels(model).inc()
+        try:
+            yield
+        except QueueFull:
+            self._refused.labels(model).inc()
+            raise
+        finally:
+            self._in_flight.labels(model).dec()
+            for choice in choices:
+                if choice.progress.is_started:
+                    self._count(model, choice)
+
+    def _count(self, model: str, choice: Choice) -> None:
+        costs, prompt = choice.costs(), len(choice.request.prompt)
+        self._generates.labels(model).inc()
+        self._generated.labels(model).inc(choice.num_tokens)
+        self._prefilled.labels(model).inc(prompt)
+        self._restored.labels(model).inc(costs.cached_tokens)
+        self._computed.labels(model).inc(max(prompt - costs.cached_tokens, 0))
+        self._prefill_s.labels(model).observe(costs.prefill_s)
+        self._decode_s.labels(model).observe(costs.decode_s)
+        self._queued_s.labels(model).observe(costs.queued_s)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, _MODEL, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, _MODEL, registry=self.registry)
+
+    def _summary(self, name: str, text: str) -> Summary:
+        return Summary(name, text, _MODEL, registry=self.registry)
+
+
+def exposition(counts: Counts, snapshot: Snapshot, num_sessions: int) -> bytes:
+    """The whole page, text format 0.0.4."""
+    registry = CollectorRegistry()
+    registry.register(_Engines(snapshot, num_sessions))
+    return generate_latest(counts.registry) + generate_latest(registry)
+
+
+class _Engines(Collector):
+    """Snapshots as metrics."""
+
+    def __init__(self, snapshot: Snapshot, num_sessions: int) -> None:
+        self._snapshot = snapshot
+        self._num_sessions = num_sessions
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family."""
+        yield _alone("jitllm_models_loaded", "Models at work", len(self._snapshot))
+        yield _alone("jitllm_sessions", "Requests under way", self._num_sessions)
+        for name, text, read in _GAUGES:
+            yield self._family(GaugeMetricFamily(name, text, labels=_MODEL), read)
+        for name, text, read in _COUNTERS:
+            yield self._family(CounterMetricFamily(name, text, labels=_MODEL), read)
+
+    def _family(self, family: GaugeMetricFamily | CounterMetricFamily, read: _Read) -> Metric:
+        for served, stats in self._snapshot.items():
+            family.add_metric([served.id], read(served, stats))
+        return family
+
+
+class _Read:
+    """A number of a snapshot, by its path: `pages.budget_bytes`."""
+
+    def __init__(self, path: str) -> None:
+        self._names = path.split(".")
+
+    def __call__(self, served: Served, stats: EngineStats) -> float:
+        value: object = stats
+        for name in self._names:
+            value = getattr(value, name)
+        assert isinstance(value, int | float)
+        return value
+
+
+class _ResidentBytes(_Read):
+    """What a model holds on the host: what is always there, and its resident blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("pages.resident")
+
+    def __call__(self, served: Served, stats: EngineStats) -> float:
+        blocks = served.header.blocks
+        mean_bytes = sum(extent.length for extent in blocks) / max(len(blocks), 1)
+        return stats.pages.fixed_bytes + super().__call__(served, stats) * mean_bytes
+
+
+_GAUGES = (
+    ("jitllm_requests_running", "Sequences that steps are made of", _Read("running")),
+    ("jitllm_requests_waiting", "Sequences in the queue", _Read("waiting")),
+    ("jitllm_host_resident_bytes", "Memory held on the host", _ResidentBytes()),
+    ("jitllm_page_budget_bytes", "Memory budget on the host", _Read("pages.budget_bytes")),
+    ("jitllm_page_fixed_bytes", "Memory that is never paged", _Read("pages.fixed_bytes")),
+    ("jitllm_over_budget_bytes", "Memory beyond the budget", _Read("pages.over_budget_bytes")),
+    ("jitllm_blocks", "Transformer blocks", _Read("pages.blocks")),
+    ("jitllm_blocks_resident", "Blocks in memory", _Read("pages.resident")),
+    ("jitllm_frames", "Blocks that the budget holds", _Read("pages.frames")),
+    ("jitllm_kv_bytes", "Keys and values", _Read("kv_bytes")),
+    ("jitllm_scratch_bytes", "Scratch memory", _Read("scratch_bytes")),
+    ("jitllm_threads", "Threads that compute", _Read("threads")),
+    ("jitllm_context_tokens", "Longest history", _Read("context_tokens")),
+)
+
+_COUNTERS = (
+    ("jitllm_steps", "Forward passes of a batch", _Read("steps")),
+    ("jitllm_page_ins", "Blocks read from disk", _Read("pages.page_ins")),
+    ("jitllm_page_evictions", "Blocks given up", _Read("pages.evictions")),
+    ("jitllm_page_read_bytes", "Bytes read from disk", _Read("pages.bytes_read")),
+    ("jitllm_page_read_seconds", "Time spent reading", _Read("pages.read_s")),
+    ("jitllm_page_wait_seconds", "Time spent waiting for reads", _Read("pages.wait_s")),
+)
+
+
+def _alone(name: str, text: str, value: float) -> Metric:
+    family = GaugeMetricFamily(name, text)
+    family.add_metric([], value)
+    return family

@@ -1,0 +1,200 @@
+"""The models of a server: opened through `compose`, dividing the host budget among them.
+
+Knows engines and files. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jitllm.api.models import Load, Served
+from jitllm.config import EngineConfig
+from jitllm.engine import Pages
+from jitllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from jitllm.compose import Loaded
+    from jitllm.compose import Progress as Report
+
+    class ShowProgress(Protocol):
+        """Makes what shows the progress of one opening."""
+
+        def __call__(self) -> AbstractContextManager[Report]: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """A model and its share of memory. has_own_budget: somebody chose it; it is not divided."""
+
+    loaded: Loaded
+    served: Served
+    budget_bytes: int
+    has_own_budget: bool
+
+
+class Shelf:
+    """Implements `Models`.
+
+    config: what holds for every model that says nothing else; its budget is for all together.
+    """
+
+    def __init__(self, config: EngineConfig, show_progress: ShowProgress) -> None:
+        self._config = config
+        self._show_progress = show_progress
+        self._places: dict[str, _Place] = {}
+        self._lock = asyncio.Lock()
+        self._total_bytes: int | None = config.maxmem_bytes
+
+    def list(self) -> Sequence[Served]:
+        """Every model, in the order of loading."""
+        return [place.served for place in self._places.values()]
+
+    def get(self, model_id: str) -> Served | None:
+        """By id, or else by alias."""
+        if place := self._places.get(model_id):
+            return place.served
+        return next((s for s in self.list() if model_id in s.aliases), None)
+
+    async def load(self, load: Load) -> Served:
+        """Open a container. Those that share a budget move together first."""
+        from jitllm import compose
+
+        async with self._lock:
+            model_id = load.id or load.path.stem
+            if self.get(model_id) is not None:
+                raise UsageError(f"the id {model_id!r} is taken", "choose another with -id")
+            budget_bytes = load.maxmem_bytes
+            if budget_bytes is None:
+                budget_bytes = await self._room_for(load.path)
+            config = replace(
+                self._config,
+                maxmem_bytes=budget_bytes,
+                ctx_tokens=load.ctx_tokens or self._config.ctx_tokens,
+                kv_type=load.kv_type or self._config.kv_type,
+            )
+            with self._show_progress() as progress:
+                loaded = await compose.open_engine(load.path, config, progress=progress)
+            try:
+                served = await self._served(loaded, load.path, model_id)
+            except BaseException:
+                await loaded.close()
+                raise
+            own = load.maxmem_bytes is not None
+            self._places[model_id] = _Place(loaded, served, loaded.config.maxmem_bytes, own)
+            return served
+
+    async def unload(self, model_id: str) -> None:
+        """Close a model; what it leaves goes to those that share."""
+        place = self._places.pop(model_id)
+        async with self._lock:
+            await place.loaded.close()
+            await self._divide(None)
+
+    async def place(self, model_id: str, budget_bytes: int) -> Pages:
+        """Give a model a budget of its own."""
+        async with self._lock:
+            place = self._places[model_id]
+            place.has_own_budget, place.budget_bytes = True, budget_bytes
+            return await place.loaded.engine.set_budget(budget_bytes)
+
+    def devices(self) -> Sequence[Mapping[str, Any]]:
+        """The host's processor."""
+        from jitllm.jit import threads, tiers
+        from jitllm.memory import budget
+
+        room = budget.probe()
+        return [
+            {
+                "name": "cpu",
+                "kind": "host",
+                "processor": tiers.cpu_name(),
+                "tier": tiers.choose().name,
+                "threads": threads.default_threads(),
+                "memory_bytes": room.memory_bytes,
+                "budget_bytes": room.budget_bytes,
+                "models": list(self._places),
+            }
+        ]
+
+    async def close(self) -> None:
+        """Close every model."""
+        for model_id in list(self._places):
+            place = self._places.pop(model_id)
+            await place.loaded.close()
+
+    async def _room_for(self, path: Path) -> int | None:
+        """The share of a model to come, made free; None while nothing is to be shared."""
+        if self._total_bytes is None and not self._places:
+            return None
+        if self._total_bytes is None:  # what the first one took is for all
+            self._total_bytes = next(iter(self._places.values())).loaded.config.maxmem_bytes
+        return await self._divide(_weight_bytes(path))
+
+    async def _divide(self, newcomer_bytes: int | None) -> int | None:
+        """Share the budget in proportion to weights; returns the newcomer's part."""
+        if self._total_bytes is None:
+            return None
+        sharing = [place for place in self._places.values() if not place.has_own_budget]
+        rest = self._total_bytes - sum(
+            place.budget_bytes for place in self._places.values() if place.has_own_budget
+        )
+        parts = shares(
+            max(rest, 0),
+            [*(_bytes_of(place.loaded) for place in sharing), newcomer_bytes or 0],
+        )
+        for place, part in zip(sharing, parts[:-1], strict=True):
+            if part != place.budget_bytes:
+                place.budget_bytes = part
+                await place.loaded.engine.set_budget(part)
+        return parts[-1]
+
+    async def _served(self, loaded: Loaded, path: Path, model_id: str) -> Served:
+        await asyncio.to_thread(loaded.tokenizer.prepare)
+        stats = await loaded.engine.stats()
+        alias = () if path.stem == model_id or self.get(path.stem) else (path.stem,)
+        return Served(
+            id=model_id,
+            aliases=alias,
+            path=path,
+            engine=loaded.engine,
+            tokenizer=loaded.tokenizer,
+            chat=loaded.chat,
+            header=loaded.header,
+            context_tokens=stats.context_tokens,
+            vocab_tokens=loaded.graph.vocab,
+            loaded_at_s=time.time(),
+            where={
+                "runtime": "embedded",
+                "devices": ["cpu"],
+                "tier": stats.tier,
+                "threads": stats.threads,
+            },
+        )
+
+
+def shares(total: int, weights: Sequence[int]) -> list[int]:
+    """`total` in proportion to `weights`; never more than `total` in all."""
+    whole = sum(weights)
+    return [total * weight // whole if whole else 0 for weight in weights]
+
+
+def _bytes_of(loaded: Loaded) -> int:
+    header = loaded.header
+    return header.dense.length + sum(extent.length for extent in header.blocks)
+
+
+def _weight_bytes(path: Path) -> int:
+    return path.stat().st_size
+
+
+def quiet() -> AbstractContextManager[Callable[[str, int, int], None]]:
+    """Shows no progress."""
+    from contextlib import nullcontext
+
+    return nullcontext(lambda label, done, total: None)

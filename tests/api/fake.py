@@ -1,0 +1,229 @@
+"""A served model that costs nothing: it says its letters, and can be told to wait, fail or refuse.
+
+Every token's log-probability and its rivals are functions of the token, so that a test knows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jitllm.api.models import Load, Served
+from jitllm.engine import (
+    Delta,
+    EngineStats,
+    Finish,
+    Outputs,
+    Pages,
+    Request,
+    TopLogprobs,
+    Usage,
+)
+from jitllm.errors import ContextOverflow, QueueFull, UsageError
+from jitllm.text.chat import ChatTemplate
+from tests.cli.fake import BOS, EOS, VOCAB, ByteTokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system comes first') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}|{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Tokenizer(ByteTokenizer):
+    """A token is a byte."""
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.decode(ids).decode(errors="replace")
+
+    def prepare(self) -> None:
+        pass
+
+
+def logprob_of(token_id: int) -> float:
+    """What the fake model thinks of a token, wherever it stands."""
+    return -math.log(2 + token_id)
+
+
+def rivals_of(token_id: int, num: int) -> TopLogprobs:
+    """The likeliest in its place."""
+    return tuple(((token_id + i) % VOCAB, logprob_of(token_id) - i) for i in range(num))
+
+
+@dataclass
+class FakeEngine:
+    """Says `says` and EOS, from the seed's place on if it samples.
+
+    width: tokens of a delta. gate: a reply waits for it before every delta but the first `free`.
+    fails_at: `error` comes instead of that token. max_queue: more requests at once are refused.
+    """
+
+    says: bytes = b"Hello, world"
+    width: int = 1
+    context_tokens: int = 256
+    gate: asyncio.Event | None = None
+    free: int = 0
+    fails_at: int | None = None
+    error: Exception | None = None
+    max_queue: int = 1000
+    cached_tokens: int = 0
+    requests: list[Request] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    num_cancelled: int = 0
+    steps: int = 0
+    budget_bytes: int = 64 << 20
+    is_closed: bool = False
+    is_dead: bool = False
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        if len(request.prompt) > self.context_tokens:
+            raise ContextOverflow(len(request.prompt), self.context_tokens)
+        if self.running >= self.max_queue:
+            raise QueueFull(self.max_queue, retry_after_s=2.5)
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        is_finished = False
+        try:
+            for number, delta in enumerate(self._deltas(request)):
+                await asyncio.sleep(0)
+                if self.gate is not None and number >= self.free:
+                    await self.gate.wait()
+                self.steps += 1
+                is_finished = delta.finish is not None
+                yield delta
+        finally:
+            self.running -= 1
+            self.num_cancelled += not is_finished
+
+    def reply(self, request: Request) -> tuple[list[int], Finish]:
+        """All tokens of a reply, and why it ends."""
+        room = self.context_tokens - len(request.prompt)
+        most = room if request.max_tokens is None else min(request.max_tokens, room)
+        start = random.Random(request.sampling.seed).randrange(len(self.says))
+        turn = start if request.sampling.temperature else 0
+        source = [*self.says[turn:], *self.says[:turn], EOS]
+        biased = {id for id, bias in request.sampling.logit_bias if bias == -100}
+        ids: list[int] = []
+        while len(ids) < most:
+            token_id = source[len(ids) % len(source)]
+            if token_id in request.stop_ids:
+                return ids, Finish.STOP
+            ids.append(ord("_") if token_id in biased else token_id)
+        return ids, Finish.LENGTH
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
+        prompt, num_top = request.prompt, request.top_logprobs
+        if request.outputs is Outputs.ALL:
+            for start in range(0, len(prompt), 4):
+                part = prompt[max(start, 1) : start + 4]
+                yield Delta(
+                    prompt_logprobs=tuple(map(logprob_of, part)),
+                    prompt_top_logprobs=tuple(rivals_of(i, num_top) for i in part if num_top),
+                )
+        ids, finish = self.reply(request)
+        for start in range(0, len(ids), self.width):
+            if self.fails_at is not None and start >= self.fails_at:
+                yield Delta(finish=Finish.ERROR, error=self.error)
+                return
+            part = ids[start : start + self.width]
+            yield Delta(
+                tokens=tuple(part),
+                logprobs=tuple(map(logprob_of, part)) if request.logprobs else (),
+                top_logprobs=tuple(rivals_of(i, num_top) for i in part if num_top),
+            )
+        if self.error is not None and self.fails_at is not None:
+            yield Delta(finish=Finish.ERROR, error=self.error)
+            return
+        cached = min(self.cached_tokens, len(prompt))
+        yield Delta(finish=finish, usage=Usage(len(prompt), len(ids), cached, 0.125, 0.25, 0.5))
+
+    async def stats(self) -> EngineStats:
+        if self.is_dead:
+            raise RuntimeError("the scheduler is gone")
+        pages = Pages(4, 4, 4, 4, 0, 4 << 20, self.budget_bytes, 1 << 20, 0)
+        return EngineStats(
+            pages, self.running, 0, self.steps, 1 << 20, 0, 2, "plain", self.context_tokens
+        )
+
+    async def set_budget(self, budget_bytes: int) -> Pages:
+        self.budget_bytes = budget_bytes
+        return (await self.stats()).pages
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def header() -> Any:
+    """As much of a container's header as is looked at."""
+    extent = SimpleNamespace(offset=4096, length=1 << 20, xxh3=0)
+    return SimpleNamespace(
+        arch="fake",
+        config={"attention.head_count": 4},
+        stop_ids=(EOS,),
+        dense=extent,
+        blocks=(extent,) * 4,
+        chat_templates={"default": TEMPLATE},
+    )
+
+
+def served(engine: FakeEngine, id: str = "fake", **more: Any) -> Served:
+    """A model at work."""
+    fields: dict[str, Any] = {
+        "id": id,
+        "path": Path("/models/fake.jlm"),
+        "engine": engine,
+        "tokenizer": Tokenizer(),
+        "chat": ChatTemplate(TEMPLATE),
+        "header": header(),
+        "context_tokens": engine.context_tokens,
+        "vocab_tokens": VOCAB,
+        "loaded_at_s": 1e9,
+        "where": {"runtime": "fake", "devices": ["cpu"]},
+    }
+    return Served(**fields | more)
+
+
+class FakeModels:
+    """Implements `Models` without files."""
+
+    def __init__(self, *loaded: Served) -> None:
+        self.loaded = {served.id: served for served in loaded}
+
+    def list(self) -> Sequence[Served]:
+        return list(self.loaded.values())
+
+    def get(self, model_id: str) -> Served | None:
+        found = self.loaded.get(model_id)
+        return found or next((s for s in self.list() if model_id in s.aliases), None)
+
+    async def load(self, load: Load) -> Served:
+        model_id = load.id or load.path.stem
+        if model_id in self.loaded:
+            raise UsageError(f"the id {model_id!r} is taken")
+        if not load.path.name.endswith(".jlm"):
+            raise FileNotFoundError(2, "No such file or directory", str(load.path))
+        self.loaded[model_id] = replace(served(FakeEngine(), model_id), path=load.path)
+        return self.loaded[model_id]
+
+    async def unload(self, model_id: str) -> None:
+        await self.loaded.pop(model_id).engine.close()
+
+    async def place(self, model_id: str, budget_bytes: int) -> Pages:
+        return await self.loaded[model_id].engine.set_budget(budget_bytes)
+
+    def devices(self) -> Sequence[Mapping[str, Any]]:
+        return [{"name": "cpu", "kind": "host", "memory_bytes": 1 << 30}]
+
+
+__all__ = ["BOS", "EOS", "VOCAB", "FakeEngine", "FakeModels", "served"]

@@ -1,0 +1,72 @@
+"""The server below the app: connections that say nothing or too little."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from fastapi import FastAPI
+
+from jitllm.cli.daemon.http import HttpServer, Protocol
+
+
+class Hasty(Protocol):
+    """Waits for the head of a request hardly at all."""
+
+    head_timeout_s = 0.05
+
+
+@pytest.fixture
+async def port(app: FastAPI) -> AsyncIterator[int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(app, 1, Hasty)
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.until_listening(running)
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    await running
+
+
+async def test_a_head_that_does_not_end_is_given_up(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+    assert await reader.read() == b""
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_head_that_comes_in_pieces_is_answered(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(b"GET /healthz HTTP/1.1\r\nHo")
+        await writer.drain()
+        await asyncio.sleep(0)
+        writer.write(b"st: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert b'"ok"' in await reader.readuntil(b'"fake":"ok"}}')
+        await asyncio.sleep(0.1)  # idle between two requests is fine
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b""])
+async def test_a_head_that_is_too_large_is_refused(port: int, end: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + end)
+    status = int((await reader.readline()).split()[1])
+    assert status in (400, 431)  # read in pieces, read as a whole
+    await reader.read()
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_server_that_cannot_start_says_why(app: FastAPI) -> None:
+    server = HttpServer(app, 1)
+
+    async def fail() -> None:
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        await server.until_listening(asyncio.create_task(fail()))

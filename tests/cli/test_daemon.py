@@ -1,0 +1,188 @@
+"""`jitllmd`: its command line, how it finds a server, and how models share memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jitllm.api.models import Load
+from jitllm.cli.daemon.main import VERBS, main
+from jitllm.cli.daemon.remote import base_url, split_address
+from jitllm.cli.daemon.shelf import Shelf, shares
+from jitllm.config import EngineConfig
+from jitllm.errors import UsageError
+from tests.api.fake import FakeEngine, Tokenizer, header
+from tests.cli.fake import VOCAB
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_without_arguments_it_says_what_there_is(capsys: Capture) -> None:
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: jitllmd VERB")
+    assert all(verb in err for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: Capture) -> None:
+    assert main([verb, "-help"]) == 0
+    out = capsys.readouterr().out
+    assert f"jitllmd {verb}" in out
+    assert "Examples:" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["swerve"], "did you mean serve?"),
+        (["serve", "-lod", "x"], "did you mean -load?"),
+        (["serve", "-xyzzy"], "see jitllmd serve -help"),
+        (["serve", "-id", "a"], "more -id than -load"),
+        (["serve", "-max-queue", "-2"], "-max-queue -2 is too small"),
+        (["serve", "-max-batch", "0"], "-max-batch 0 is too small"),
+        (["serve", "-max-body", "huge"], "-max-body 'huge' is not a size"),
+        (["serve", "-drain", "-1"], "-drain -1 makes no sense"),
+        (["serve", "-addr", "127.0.0.1:99999"], "has no port"),
+        (["models", "a", "-unload", "b"], "give one of them"),
+        (["sessions", "a", "-cancel", "b"], "give one of them"),
+        (["place", "-model", "a", "-maxmem", "much"], "-maxmem 'much' is not a size"),
+        (["stats", "-interval", "10"], "the least is 250"),
+        (["stats", "-addr", "ftp://x"], "is no address"),
+    ],
+)
+def test_a_command_line_that_means_nothing(args: list[str], said: str, capsys: Capture) -> None:
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jitllmd: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["models", "sessions", "stats", "devices"])
+def test_where_no_server_is_the_message_says_what_to_do(verb: str, capsys: Capture) -> None:
+    assert main([verb, "-addr", "127.0.0.1:1"]) == 1
+    err = capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:1" in err
+    assert "jitllmd serve" in err
+
+
+def test_without_its_packages_the_server_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve"]) == 1
+    assert 'pip install "jitllm[server]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("addr", "url"),
+    [
+        ("localhost:8080", "http://localhost:8080"),
+        (":9", "http://127.0.0.1:9"),
+        ("box", "http://box:8080"),
+        ("", "http://127.0.0.1:8080"),
+        ("::1", "http://[::1]:8080"),
+        ("[::1]:9", "http://[::1]:9"),
+        ("https://box/path?x", "https://box"),
+    ],
+)
+def test_addresses_as_people_write_them(addr: str, url: str) -> None:
+    assert base_url(addr) == url
+
+
+@pytest.mark.parametrize("addr", ["x:y", "x:", "x:70000", "x:-1", "x:\u0661"])
+def test_an_address_without_a_port_is_refused(addr: str) -> None:
+    with pytest.raises(UsageError):
+        split_address(addr)
+
+
+def test_shares_are_in_proportion_and_never_too_much() -> None:
+    assert shares(100, [1, 3]) == [25, 75]
+    assert shares(10, [1, 1, 1]) == [3, 3, 3]
+    assert shares(10, [0]) == [0]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[FakeEngine]]:
+    """Engines in the order of opening, each with the budget that it was given."""
+    engines: list[FakeEngine] = []
+
+    async def open_engine(path: Path, config: EngineConfig, *, progress: Any) -> Any:
+        engine = FakeEngine(budget_bytes=config.maxmem_bytes or 8000)
+        engines.append(engine)
+        return SimpleNamespace(
+            engine=engine,
+            tokenizer=Tokenizer(),
+            chat=None,
+            header=header(),
+            graph=SimpleNamespace(vocab=VOCAB),
+            config=SimpleNamespace(maxmem_bytes=engine.budget_bytes),
+            close=engine.close,
+        )
+
+    monkeypatch.setitem(
+        sys.modules,
+        "jitllm.compose",
+        SimpleNamespace(open_engine=open_engine),  # type: ignore[arg-type]
+    )
+    monkeypatch.delattr("jitllm.compose", raising=False)
+    return lambda: engines
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.jlm"
+    path.write_bytes(b"\0" * (5 << 20))  # as much as the fake's weights
+    return path
+
+
+@pytest.mark.parametrize("maxmem_bytes", [None, 8000])
+async def test_models_share_a_budget(
+    opened: Callable[[], list[FakeEngine]], model: Path, maxmem_bytes: int | None
+) -> None:
+    shelf = Shelf(EngineConfig(maxmem_bytes=maxmem_bytes), lambda: nullcontext(print))
+    await shelf.load(Load(path=model))
+    assert [engine.budget_bytes for engine in opened()] == [8000]
+    await shelf.load(Load(path=model, id="b"))
+    assert [engine.budget_bytes for engine in opened()] == [4000, 4000]
+    await shelf.load(Load(path=model, id="own", maxmem_bytes=1000))
+    assert [engine.budget_bytes for engine in opened()] == [4000, 4000, 1000]
+    await shelf.place("b", 2000)
+    await shelf.unload("own")
+    assert [engine.budget_bytes for engine in opened()[:2]] == [6000, 2000]
+    await shelf.close()
+    assert all(engine.is_closed for engine in opened())
+
+
+async def test_names_are_unique_and_files_are_aliases(
+    opened: Callable[[], list[FakeEngine]], model: Path
+) -> None:
+    shelf = Shelf(EngineConfig(), lambda: nullcontext(print))
+    first = await shelf.load(Load(path=model, id="first"))
+    assert first.aliases == ("model",)
+    assert shelf.get("model") is shelf.get("first") is first
+    second = await shelf.load(Load(path=model, id="second"))
+    assert second.aliases == ()
+    for taken in ("first", "model"):
+        with pytest.raises(UsageError, match="taken"):
+            await shelf.load(Load(path=model, id=taken))
+    assert len(opened()) == 2
+
+
+async def test_two_loads_at_once_do_not_take_the_same_name(
+    opened: Callable[[], list[FakeEngine]], model: Path
+) -> None:
+    shelf = Shelf(EngineConfig(), lambda: nullcontext(print))
+    done = await asyncio.gather(
+        *(shelf.load(Load(path=model)) for _ in range(2)), return_exceptions=True
+    )
+    assert sum(isinstance(one, UsageError) for one in done) == 1
+    assert len(opened()) == 1

@@ -1,0 +1,180 @@
+"""A served model on Ray: the same answer as in one process, also after a death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from actors.cluster import Cluster
+from actors.mailbox import Lost, Stopped
+from jitllm.compose import Loaded, open_engine
+from jitllm.config import EngineConfig
+from jitllm.engine import Engine, Finish, Outputs, Request, Sampling
+from jitllm.errors import ContextOverflow, JitllmError, UsageError
+from tests.conftest import TinyModel
+from tests.models import native
+from tests.models.native import Reply, opened
+
+PROMPT = tuple(range(1, 20))
+REQUESTS = (
+    Request(PROMPT, max_tokens=24),
+    Request(PROMPT[:7], max_tokens=24, sampling=Sampling(temperature=0.8, seed=3), logprobs=True),
+    Request(PROMPT, max_tokens=8, outputs=Outputs.ALL, chunk_tokens=5),
+)
+
+
+@asynccontextmanager
+async def on_ray(path: Path, **choices: Any) -> AsyncIterator[Loaded]:
+    loaded = await open_engine(path, EngineConfig(**choices), ray="local")
+    try:
+        yield loaded
+    finally:
+        await loaded.close()
+
+
+def process_of(actor: str) -> psutil.Process:
+    """The process of an actor of the one engine that runs."""
+    import ray
+
+    name = next(
+        named["name"]
+        for named in ray.util.list_named_actors(all_namespaces=True)
+        if named["name"].endswith(f":{actor}")
+    )
+    handle = ray.get_actor(name, namespace="jitllm")
+    return psutil.Process(ray.get(handle.where.remote()).pid)
+
+
+async def bits(engine: Engine) -> list[tuple[Any, ...]]:
+    return [reply.bits for reply in await native.replies(engine, REQUESTS)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+async def test_the_answer_is_that_of_one_process(
+    cluster: Cluster, tiny_model: TinyModel, name: str
+) -> None:
+    path = tiny_model(name)
+    async with opened(path) as embedded:
+        expected = await bits(embedded.engine)
+    async with on_ray(path) as remote:
+        assert await bits(remote.engine) == expected
+        stats = await remote.engine.stats()
+        assert (stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0)
+        assert remote.notes == ()
+
+
+async def test_paging_one_block_at_a_time_changes_nothing(
+    cluster: Cluster, tiny_model: TinyModel
+) -> None:
+    path = tiny_model("llama")
+    async with opened(path) as embedded:
+        expected = await bits(embedded.engine)
+    async with on_ray(path, maxmem_bytes=1, read_ahead="off") as remote:
+        assert await bits(remote.engine) == expected
+        pages = (await remote.engine.stats()).pages
+        assert pages.page_ins > pages.blocks
+        assert (await remote.engine.set_budget(1 << 30)).over_budget_bytes == 0
+        assert await bits(remote.engine) == expected
+
+
+async def test_refusals_are_those_of_one_process(cluster: Cluster, tiny_model: TinyModel) -> None:
+    async with on_ray(tiny_model("llama"), ctx_tokens=8) as remote:
+        with pytest.raises(ContextOverflow) as caught:
+            await native.reply(remote.engine, Request(PROMPT))
+        assert caught.value.ctx_tokens == 8
+        with pytest.raises(UsageError, match="is not in the vocabulary"):
+            await native.reply(remote.engine, Request((1 << 20,)))
+    with pytest.raises(JitllmError, match=r"KV of .* sequences of .* tokens"):
+        async with on_ray(tiny_model("llama"), page_size_tokens=1 << 60):
+            pass
+
+
+async def test_a_cancelled_request_gives_its_pages_back(
+    cluster: Cluster, tiny_model: TinyModel
+) -> None:
+    async with on_ray(tiny_model("llama")) as remote:
+        stream = remote.engine.generate(Request(PROMPT[:3], max_tokens=40))
+        await anext(stream)
+        assert (await remote.engine.stats()).kv_bytes > 0
+        await stream.aclose()  # type: ignore[attr-defined]
+        while (await remote.engine.stats()).kv_bytes:
+            await asyncio.sleep(0.005)
+        assert (await native.reply(remote.engine, REQUESTS[0])).finish is Finish.LENGTH
+
+
+async def test_a_device_that_dies_changes_no_reply(cluster: Cluster, tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    async with opened(path) as embedded:
+        expected = await bits(embedded.engine)
+    async with on_ray(path) as remote:
+        replies = [Reply() for _ in REQUESTS]
+        has_begun = asyncio.Event()
+
+        async def follow(request: Request, reply: Reply) -> None:
+            async for delta in remote.engine.generate(request):
+                reply.add(delta)
+                if len(reply.ids) > 2:
+                    has_begun.set()
+
+        async def kill() -> None:
+            await has_begun.wait()
+            process_of("device:cpu").kill()
+
+        requests = [replace(request, logits=True) for request in REQUESTS]
+        await asyncio.gather(kill(), *map(follow, requests, replies))
+        assert [reply.bits for reply in replies] == expected
+        assert await bits(remote.engine) == expected
+        stats = await remote.engine.stats()
+        assert (stats.kv_bytes, stats.running) == (0, 0)
+
+
+async def test_a_request_that_kills_devices_is_given_up(
+    cluster: Cluster, tiny_model: TinyModel
+) -> None:
+    async with on_ray(tiny_model("llama")) as remote:
+        poisoned = True
+
+        async def kill() -> None:
+            last = 0
+            while poisoned:
+                process = await asyncio.to_thread(process_of, "device:cpu")
+                if process.pid != last:
+                    last = process.pid
+                    os.kill(last, signal.SIGSTOP)  # so that it cannot finish before it dies
+                    await asyncio.sleep(0.2)
+                    os.kill(last, signal.SIGKILL)
+                await asyncio.sleep(0.02)
+
+        killing = asyncio.create_task(kill())
+        with pytest.raises(Lost, match="device cpu was lost"):
+            while True:
+                await native.reply(remote.engine, REQUESTS[0])
+        poisoned = False
+        await killing
+        assert (await native.reply(remote.engine, REQUESTS[0])).finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize("actor", ["scheduler", "pager"])
+async def test_the_death_of_what_has_no_successor_is_a_clear_error(
+    cluster: Cluster, tiny_model: TinyModel, actor: str
+) -> None:
+    path = tiny_model("llama")
+    async with on_ray(path) as remote:
+        stream = remote.engine.generate(Request(PROMPT[:3], max_tokens=40))
+        await anext(stream)
+        process_of(actor).kill()
+        with pytest.raises(Stopped, match=actor):
+            async for delta in stream:
+                if delta.error is not None:
+                    raise delta.error
+    async with on_ray(path) as remote:
+        assert (await native.reply(remote.engine, REQUESTS[0])).finish is Finish.LENGTH

@@ -1,0 +1,174 @@
+"""Actors in processes of Ray's: what the embedded runtime promises holds there too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import psutil
+import pytest
+import ray
+from ray.util import list_named_actors
+
+import actors.ray
+from actors.cluster import Cluster
+from actors.mailbox import Lost, Stopped
+from actors.ray import RayRuntime
+from jitllm.errors import JitllmError, PageError, UsageError
+from tests.cluster.example import (
+    Echo,
+    ExampleRecipe,
+    Fail,
+    Note,
+    Notes,
+    Open,
+    Pid,
+    Taken,
+    Through,
+    Wait,
+)
+
+
+@pytest.fixture(params=["one node", "two nodes"])
+def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How far this process is from the actors: next door, or so far that Ray carries messages."""
+    distance: str = request.param
+    if distance == "two nodes":
+        monkeypatch.setattr(actors.ray, "_own_node", lambda: "elsewhere")
+    return distance
+
+
+async def test_an_actor_has_a_name_and_a_process(cluster: Cluster, runtime: RayRuntime) -> None:
+    example = await runtime.start(ExampleRecipe(), "device cpu")
+    pid = await example.ask(Pid())
+    assert pid != os.getpid()
+    assert pid == runtime.places["device cpu"].pid
+    assert psutil.Process(pid).nice() == 0
+    assert runtime.notes == ()
+    assert cluster.address
+    named = list_named_actors(all_namespaces=True)
+    assert {"name": "jitllm:test:device:cpu", "namespace": "jitllm"} in named
+    assert runtime.ref("device cpu") == example
+    with pytest.raises(KeyError):
+        runtime.ref("nobody")
+
+
+async def test_messages_are_handled_in_order_under_load(runtime: RayRuntime, distance: str) -> None:
+    example = await runtime.start(ExampleRecipe(), "example")
+
+    async def send(sender: str) -> None:
+        for number in range(200):
+            await example.tell(Note(sender, number))
+        asked = [example.ask(Note(sender, 200 + number)) for number in range(200)]
+        await asyncio.gather(*asked)
+
+    senders = ("a", "b", "c", "d")
+    await asyncio.gather(*map(send, senders))
+    for sender in senders:
+        assert await example.ask(Notes(sender)) == tuple(range(400))
+
+
+async def test_errors_travel_with_their_fields(runtime: RayRuntime, distance: str) -> None:
+    example = await runtime.start(ExampleRecipe(), "example")
+    with pytest.raises(PageError, match="no luck") as caught:
+        await example.ask(Fail())
+    assert caught.value.offset == 4096
+    with pytest.raises(RuntimeError, match="Untold could not travel"):
+        await example.ask(Fail(travels=False))
+    await example.tell(Fail())
+    assert await example.ask(Echo(1)) == 1
+
+
+async def test_a_reply_that_nobody_waits_for_goes_back(runtime: RayRuntime, distance: str) -> None:
+    example = await runtime.start(ExampleRecipe(), "example")
+    asking = asyncio.create_task(example.ask(Wait()))
+    await example.ask(Echo(0))
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await example.ask(Open())
+    lost: object = ()
+    while not lost:
+        lost = await example.ask(Taken())
+    assert lost == ("open",)
+
+
+async def test_actors_reach_each_other(runtime: RayRuntime) -> None:
+    first = await runtime.start(ExampleRecipe(), "first")
+    second = await runtime.start(ExampleRecipe(), "second")
+    pid = await second.ask(Pid())
+    assert await first.ask(Through(second, Pid())) == pid
+    assert await first.ask(Echo((first, second))) == (first, second)
+    with pytest.raises(PageError):
+        await first.ask(Through(second, Fail()))
+
+
+async def test_a_successor_answers_after_a_death(runtime: RayRuntime, distance: str) -> None:
+    example = await runtime.start(ExampleRecipe(), "example", restarts=True)
+    pid = await example.ask(Pid())
+    asking = asyncio.create_task(example.ask(Wait()))
+    await example.ask(Echo(0))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(Lost, match="example was lost"):
+        await asking
+    assert await example.ask(Pid()) != pid
+    assert await example.ask(Notes("a")) == ()
+
+
+async def test_without_a_successor_a_death_is_the_end(runtime: RayRuntime) -> None:
+    example = await runtime.start(ExampleRecipe(), "example")
+    asking = asyncio.create_task(example.ask(Wait()))
+    os.kill(await example.ask(Pid()), signal.SIGKILL)
+    with pytest.raises(Lost):
+        await asking
+    with pytest.raises(Stopped, match="example has stopped; open the engine again"):
+        await example.ask(Echo(0))
+    with pytest.raises(Stopped):
+        await example.tell(Echo(0))
+
+
+async def test_an_actor_that_cannot_begin_says_why(runtime: RayRuntime) -> None:
+    with pytest.raises(JitllmError, match="no such thing; try another"):
+        await runtime.start(ExampleRecipe("no such thing"), "example")
+    example = await _once_free(runtime)
+    assert await example.ask(Echo(1)) == 1
+
+
+async def _once_free(runtime: RayRuntime) -> actors.ray.Ref:
+    while True:
+        with contextlib.suppress(UsageError):
+            return await runtime.start(ExampleRecipe(), "example")
+        await asyncio.sleep(0.05)
+
+
+async def test_a_name_is_served_once(cluster: Cluster, runtime: RayRuntime) -> None:
+    await runtime.start(ExampleRecipe(), "example")
+    async with RayRuntime(cluster, "test") as other:
+        with pytest.raises(UsageError, match="jitllm:test:example already; stop the server"):
+            await other.start(ExampleRecipe(), "example")
+    async with RayRuntime(cluster, "other model") as other:
+        await other.start(ExampleRecipe(), "example")
+
+
+async def test_the_end_leaves_no_process(cluster: Cluster) -> None:
+    async with RayRuntime(cluster, "brief") as runtime:
+        first = await runtime.start(ExampleRecipe(), "first")
+        second = await runtime.start(ExampleRecipe(), "second", restarts=True)
+        pids = [await first.ask(Pid()), await second.ask(Pid())]
+        asking = asyncio.create_task(second.ask(Wait()))
+        await second.ask(Echo(0))
+    with pytest.raises(Stopped):
+        await asking
+    while any(psutil.pid_exists(pid) for pid in pids):
+        await asyncio.sleep(0.02)
+    assert not [n for n in list_named_actors(all_namespaces=True) if "brief" in n["name"]]
+
+
+def test_a_process_is_part_of_one_cluster(cluster: Cluster) -> None:
+    with Cluster("local") as again:
+        assert again.node == cluster.node
+    assert ray.is_initialized()
+    with pytest.raises(JitllmError, match="part of a cluster already"):
+        Cluster("192.0.2.1:6379")
