@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from typing import Any, Self
 import psutil
 import ray
 
-from jitllm.errors import JitllmError
+from jitllm.errors import JitllmError, one_line
 from jitllm.log import logger
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -125,6 +126,7 @@ def _join(how: str, dashboard: bool) -> str:
     else:
         options["address"] = how
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
+    _redirect_prints()
     try:
         with _own_signals():
             url = ray.init(**options).dashboard_url
@@ -135,6 +137,21 @@ def _join(how: str, dashboard: bool) -> str:
             "start one with `ray start --head`, or let one be started: -ray local",
         ) from error
     return f"http://{url}" if url else ""
+
+
+def _redirect_prints() -> None:
+    """Ray prints its troubles to stdout, which is for replies: they go to the log.
+
+    There is no setting for it; where Ray's inside has changed, it prints.
+    """
+    worker = sys.modules.get("ray._private.worker")
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = _log_lines
+
+
+def _log_lines(data: dict[str, Any], **_: Any) -> None:
+    for line in data.get("lines", ()):
+        _log.warning("ray: %s", one_line(str(line)))
 
 
 def _leave() -> None:

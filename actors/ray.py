@@ -37,6 +37,9 @@ NAMESPACE = "jitllm"
 SWITCH_INTERVAL_S = 0.0005
 """How long a Python thread may keep the lock from a step that comes back from native code."""
 
+MAX_RESTARTS = 32
+"""Deaths after which an actor stays dead: it will hardly have been chance."""
+
 _MAX_CALLS = 10_000
 """Calls through Ray that an actor holds at once: everyone who waits for an answer holds one."""
 _MAX_UNANSWERED = 256
@@ -94,7 +97,7 @@ class RayRuntime:
             "name": _full_name(self._prefix, name),
             "namespace": NAMESPACE,
             "num_cpus": 0,  # what we take is said by budgets and threads, not by Ray's counting
-            "max_restarts": -1 if restarts else 0,
+            "max_restarts": MAX_RESTARTS if restarts else 0,
             "max_concurrency": _MAX_CALLS,
             "scheduling_strategy": here,
         }

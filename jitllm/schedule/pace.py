@@ -7,25 +7,27 @@ Reads no clock.
 
 from __future__ import annotations
 
-COST = 1.75
+COST = 1.6
 """What a step may take with prompts in it, as a multiple of one without: replies under way shall
 slow down by half at the most, and the fit is not exact."""
 
 MAX_STEP_S = 0.05
 """Longest step while someone waits for the next one and nobody is in the middle of a reply."""
 
-FIRST_TOKENS = 16
+FIRST_TOKENS = 8
 """Prompt tokens beside replies while it is not known what they cost."""
 
-MIN_TOKENS = 8
-"""Fewest prompt tokens beside replies: a prompt always moves on. Kernels compute so many rows for
-little more than one."""
+MIN_TOKENS = 4
+"""Fewest prompt tokens beside replies: a prompt always moves on."""
+
+ROW_TOKENS = 8
+"""More than so many are a multiple of it: kernels compute that many rows at a time."""
 
 PANEL_TOKENS = 64
 """Fewest prompt tokens of a step without replies."""
 
 _DECAY = 0.9  # of the weight of a step, with each one that follows
-_MIN_SPREAD_TOKENS = 4.0  # standard deviation of token counts that a slope can be read from
+_MIN_SPREAD_TOKENS = 2.0  # standard deviation of token counts that a slope can be read from
 _OUTLIER = 4.0  # times what was expected; a stall of the machine says nothing about tokens
 
 
@@ -55,6 +57,11 @@ class Line:
             slope = (self._xy / self._weight - mean_x * mean_y) / variance
             if slope > 0:
                 self.slope = slope
+
+    @property
+    def most(self) -> float | None:
+        """A slope that is not too small, from any steps with tokens: as if they were all it took."""
+        return self._y / self._x if self._x else None
 
     def at(self, tokens: int) -> float:
         """Seconds that a step of so many prompt tokens should take; 0 when nothing is known."""
@@ -92,11 +99,13 @@ class Pace:
         return self._without_replies() if others_wait else self._max_tokens
 
     def _beside_replies(self) -> int:
-        slope = self._beside.slope or self._alone.slope
+        slope = self._beside.slope or self._alone.slope or self._alone.most
         if slope is None:
             return min(FIRST_TOKENS, self._max_tokens)
         allowed = int((COST - 1) * self._beside.at(0) / slope)
-        return max(min(allowed // MIN_TOKENS * MIN_TOKENS, self._max_tokens), MIN_TOKENS)
+        if allowed > ROW_TOKENS:
+            allowed -= allowed % ROW_TOKENS
+        return min(max(allowed, MIN_TOKENS), self._max_tokens)
 
     def _without_replies(self) -> int:
         slope = self._alone.slope

@@ -156,13 +156,13 @@ async def test_the_end_leaves_no_process(cluster: Cluster) -> None:
     async with RayRuntime(cluster, "brief") as runtime:
         first = await runtime.start(ExampleRecipe(), "first")
         second = await runtime.start(ExampleRecipe(), "second", restarts=True)
-        pids = [await first.ask(Pid()), await second.ask(Pid())]
+        processes = [psutil.Process(await ref.ask(Pid())) for ref in (first, second)]
         asking = asyncio.create_task(second.ask(Wait()))
         await second.ask(Echo(0))
     with pytest.raises(Stopped):
         await asking
-    while any(psutil.pid_exists(pid) for pid in pids):
-        await asyncio.sleep(0.02)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 20)
+    assert not alive
     assert not [n for n in list_named_actors(all_namespaces=True) if "brief" in n["name"]]
 
 

@@ -70,10 +70,10 @@ def test_threads_change_nothing(threads: int, gemma_model: Path, unbudgeted: Ans
 
 
 def largest_block_bytes(path: Path) -> int:
-    """What the pager charges for the largest block: the extent, in whole memory pages."""
+    """What the pager charges for the largest block."""
     container = Container.open(path)
     try:
-        return max(-(-extent.length // 4096) * 4096 for extent in container.header.blocks)
+        return max(extent.length for extent in container.header.blocks)
     finally:
         container.close()
 
