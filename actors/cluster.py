@@ -144,7 +144,7 @@ def _redirect_prints() -> None:
 
     There is no setting for it; where Ray's inside has changed, it prints.
     """
-    worker = sys.modules.get("ray._private.worker")
+    worker: Any = sys.modules.get("ray._private.worker")
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = _log_lines
 
@@ -230,10 +230,18 @@ def sweep() -> int:
 
 
 def _kill_processes_of(folder: Path) -> None:
-    """End Ray's processes that name `folder`, which is nobody else's, in their command line."""
-    for process in psutil.process_iter(["cmdline", "uids"]):
-        uids, command = process.info["uids"], process.info["cmdline"] or ()
-        if uids and uids.real == os.getuid() and any(f"{folder}/" in word for word in command):
-            _log.warning("a process of a killed server is ended: %d", process.pid)
-            with contextlib.suppress(psutil.Error):
+    """End our processes that have anything open in `folder`, which is nobody else's."""
+    for process in psutil.process_iter(["uids"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["uids"].real == os.getuid() and _uses(process, f"{folder}/"):
+                _log.warning("a process of a killed server is ended: %d", process.pid)
                 process.kill()
+
+
+def _uses(process: psutil.Process, folder: str) -> bool:
+    """Whether a process names a folder when it is called, or has a file open in it."""
+    # Some of Ray's processes rename themselves, and what they were called with is lost.
+    named: list[str] = process.cmdline()
+    return any(folder in word for word in named) or any(
+        file.path.startswith(folder) for file in process.open_files()
+    )

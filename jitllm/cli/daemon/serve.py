@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ import typer
 from jitllm import log
 from jitllm.cli.command import AsJson, verb
 from jitllm.cli.daemon.remote import KEY_VARIABLE, split_address
+from jitllm.cli.interrupts import raised
 from jitllm.cli.options import engine_flags
 from jitllm.cli.progress import Progress
 from jitllm.cli.screen import note, print_json
@@ -162,14 +164,10 @@ async def _serve(
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     shelf = Shelf(config, Progress)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     try:
         app = create_app(shelf, limits)
-        if not await _loaded(shelf, wanted, stop):
-            return 0
+        await _load(shelf, wanted)
+        stop = _signalled()
         server = HttpServer(app, drain_s)
         service: Service = app.state.service
         running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -191,18 +189,23 @@ async def _serve(
     return 0
 
 
-async def _loaded(shelf: Shelf, wanted: list[tuple[Path, str | None]], stop: asyncio.Event) -> bool:
-    """Load what was asked for; False if somebody wants the server to stop meanwhile."""
+async def _load(shelf: Shelf, wanted: list[tuple[Path, str | None]]) -> None:
+    """Load what was asked for; Ctrl-C does not wait for a compiler."""
     from jitllm.api.models import Load
 
     for path, name in wanted:
-        began_s = asyncio.get_running_loop().time()
-        served = await shelf.load(Load(path=path, id=name))
-        took_s = asyncio.get_running_loop().time() - began_s
-        note(f"loaded {served.id} in {format_duration(took_s)}")
-        if stop.is_set():
-            return False
-    return True
+        began_s = time.perf_counter()
+        with raised():
+            served = await shelf.load(Load(path=path, id=name))
+        note(f"loaded {served.id} in {format_duration(time.perf_counter() - began_s)}")
+
+
+def _signalled() -> asyncio.Event:
+    """Is set by the signals that ask for the end."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
 
 async def _until_down(running: asyncio.Task[None], stop: asyncio.Event, server: HttpServer) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,10 +191,3 @@ def _bytes_of(loaded: Loaded) -> int:
 
 def _weight_bytes(path: Path) -> int:
     return path.stat().st_size
-
-
-def quiet() -> AbstractContextManager[Callable[[str, int, int], None]]:
-    """Shows no progress."""
-    from contextlib import nullcontext
-
-    return nullcontext(lambda label, done, total: None)
