@@ -233,15 +233,17 @@ def _kill_processes_of(folder: Path) -> None:
     """End our processes that have anything open in `folder`, which is nobody else's."""
     for process in psutil.process_iter(["uids"]):
         with contextlib.suppress(psutil.Error):
-            if process.info["uids"].real == os.getuid() and _uses(process, f"{folder}/"):
+            if process.info["uids"].real == os.getuid() and _uses(process, folder):
                 _log.warning("a process of a killed server is ended: %d", process.pid)
                 process.kill()
 
 
-def _uses(process: psutil.Process, folder: str) -> bool:
-    """Whether a process names a folder when it is called, or has a file open in it."""
-    # Some of Ray's processes rename themselves, and what they were called with is lost.
+def _uses(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process was called with a session of a cluster, or has a file open in one."""
+    # Some of Ray's processes rename themselves, and what they were called with is lost. The lock
+    # lies beside the sessions: who sweeps, here or elsewhere, has it open.
+    session = f"{folder}/session_"
     named: list[str] = process.cmdline()
-    return any(folder in word for word in named) or any(
-        file.path.startswith(folder) for file in process.open_files()
+    return any(session in word for word in named) or any(
+        file.path.startswith(session) for file in process.open_files()
     )

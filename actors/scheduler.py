@@ -143,9 +143,11 @@ class Scheduler(Actor):
                 assert_never(message)
 
     def on_lost(self, message: SchedulerMessage, reply: object) -> None:
-        """A client that was cancelled before it knew its request wants it no more."""
+        """A client that does not hear of its request, or of what became known, has gone."""
         if isinstance(reply, Submitted):
             self._cancel(reply.request_id)
+        elif isinstance(message, Collect):
+            self._cancel(message.request_id)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -386,6 +388,7 @@ class Scheduler(Actor):
         self._waiting[:0] = self._running
         self._running.clear()
         self._refused_tokens = None
+        self._wake.set()
         for sequence in list(self._waiting):
             sequence.restart()
             if self._replies[sequence.id].losses > MAX_LOSSES:

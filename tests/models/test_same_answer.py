@@ -84,7 +84,7 @@ def largest_block_bytes(path: Path) -> int:
 async def test_a_real_prompt_in_any_chunks_gives_the_same_bits(gemma_model: Path) -> None:
     prompt = next(p.tokens for p in prompts() if len(p.tokens) == 80)
     request = Request(tuple(prompt), max_tokens=8, logprobs=True)
-    async with opened(gemma_model) as model:
+    async with opened(gemma_model, share_prefixes=False) as model:
         whole = await reply(model.engine, request)
         for chunk_tokens in (7, 1):
             other = await reply(model.engine, replace(request, chunk_tokens=chunk_tokens))
