@@ -27,6 +27,7 @@ from actors.messages import (
     Lease,
     Open,
     Opened,
+    Recall,
     Refused,
     Release,
     Reserve,
@@ -113,6 +114,7 @@ class Device(Actor):
         self._compile_s = compile_s
         self._owned = owned
         self._seats: dict[int, _Seat] = {}
+        self._lease: Lease | None = None
         self._sampling = array("B", bytes(RECORD_BYTES * program.limits.outputs))
         self._tops = array("B", bytes(_TOP_BYTES * program.limits.outputs))
         self._program.step.set(Ctx.SAMPLING, self._sampling.buffer_info()[0])
@@ -120,7 +122,7 @@ class Device(Actor):
 
     async def on_start(self) -> None:
         """Scratch is charged to the host's budget, in place of what a predecessor held."""
-        await self._pager.ask(Forget(self._name))
+        await self._pager.ask(Forget(self.context.me))
         await self._pager.ask(Reserve("scratch", self._program.scratch_bytes, self._name))
 
     async def on_stop(self) -> None:
@@ -139,6 +141,9 @@ class Device(Actor):
                 return None
             case Step():
                 return await self._step(message)
+            case Recall():
+                await self._let_go()
+                return None
             case Shrink():
                 self._pages.shrink(message.max_bytes)
                 return None
@@ -207,6 +212,7 @@ class Device(Actor):
             for sequence, seat in self._seats.items()
         )
         num_bytes = pages.held_bytes + promised * pages.set_bytes
+        await self._let_go()
         reserved: Reserved = await self._pager.ask(Reserve("kv", num_bytes, self._name))
         pages.shrink(reserved.spare_bytes)
         return reserved
@@ -310,14 +316,25 @@ class Device(Actor):
         loop = asyncio.get_running_loop()
         program, start, num_blocks = self._program, 0, self._program.num_blocks
         while start < num_blocks:
-            lease: Lease = await self._pager.ask(Acquire(start, num_blocks, self._name))
+            lease = self._lease
+            if lease is None:
+                lease = await self._pager.ask(Acquire(start, num_blocks, self._name))
             first, last = start == 0, lease.stop == num_blocks
             try:
                 work = partial(program.run, start, lease.stop, first=first, last=last)
                 await loop.run_in_executor(self._compute, work)
             finally:
-                await self._pager.tell(Release(lease))
+                if lease.is_standing:
+                    self._lease = lease
+                else:
+                    await self._pager.tell(Release(lease))
             start = lease.stop
+
+    async def _let_go(self) -> None:
+        """Release the lease that was kept from the last step."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await self._pager.tell(Release(lease))
 
     def _result(self, span: Span, row: int) -> SpanResult:
         if not span.num_outputs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.actor import Message
+from actors.actor import Message, Ref
 from jitllm.devices.memory import Handle
 from jitllm.engine import Delta, Logits, Request, Sampling
 from jitllm.schedule.step import Span, SpanResult
@@ -23,6 +23,8 @@ class Lease:
     lease_id: int
     start: int
     stop: int
+    is_standing: bool = False
+    """It may be kept for any number of steps, until it is recalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class Acquire(Message[Lease]):
     """Lease a run of blocks that begins with `start` and ends before or at `stop`.
 
     Answered once `start` is resident; the run is as long as what is resident then. Release a lease
-    before the next one is acquired: with a small budget there may be room for one block only.
+    before the next one is acquired: with a small budget there may be room for one block only. And
+    before anything is reserved: who waits for room must not be who takes it.
     """
 
     start: int
@@ -129,9 +132,12 @@ class Unreserve(Message[Reserved]):
 
 @dataclass(frozen=True, slots=True)
 class Forget(Message[None]):
-    """What `device` held, it holds no more: it begins, perhaps after a death."""
+    """What `device` held, it holds no more: it begins, perhaps after a death.
 
-    device: str
+    From now on it may get standing leases, and be told to `Recall` one.
+    """
+
+    device: Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +253,12 @@ class DeviceStatsRequest(Message[DeviceStats]):
     """Say what is held."""
 
 
-DeviceMessage = Open | Close | Step | Shrink | DeviceStatsRequest
+@dataclass(frozen=True, slots=True)
+class Recall(Message[None]):
+    """Release what lease you keep: the pager needs the room."""
+
+
+DeviceMessage = Open | Recall | Close | Step | Shrink | DeviceStatsRequest
 
 # -------------------------------------------------------------------------------------- scheduler
 

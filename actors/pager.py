@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeVar, assert_never
 
-from actors.actor import Actor
+from actors.actor import Actor, Ref
+from actors.mailbox import Stopped
 from actors.messages import (
     Acquire,
     Forget,
@@ -25,6 +26,7 @@ from actors.messages import (
     PagerMessage,
     PagerStats,
     PagerStatsRequest,
+    Recall,
     Release,
     Reserve,
     Reserved,
@@ -81,6 +83,7 @@ class Pager(Actor):
         self._waiting: deque[asyncio.Future[None]] = deque()
 
         self._leases: dict[int, _Granted] = {}
+        self._devices: dict[str, Ref] = {}
         self._num_leases = 0
         self._last_start = -1
 
@@ -167,7 +170,10 @@ class Pager(Actor):
         stop = self._residency.run_stop(start, stop)
         self._residency.pin(start, stop)
         self._residency.use(start, stop)
-        lease = Lease(self._num_leases, start, stop)
+        # Where everything has room there is nothing to page, and nothing to ask before each step.
+        is_whole = stop - start == self._residency.num_blocks
+        is_standing = is_whole and device in self._devices and self._frames.fits(0)
+        lease = Lease(self._num_leases, start, stop, is_standing)
         self._num_leases += 1
         self._leases[lease.lease_id] = _Granted(lease, device, perf_counter())
         self._look_ahead(stop % self._residency.num_blocks)
@@ -179,14 +185,17 @@ class Pager(Actor):
             return
         lease = granted.lease
         self._residency.unpin(lease.start, lease.stop)
-        self._pace.computed(lease.stop - lease.start, perf_counter() - granted.since_s)
+        if not lease.is_standing:
+            self._pace.computed(lease.stop - lease.start, perf_counter() - granted.since_s)
         self._settle()
 
     def _weights_located(self) -> Located:
         weights = self._weights
         return Located(weights.dense_handle, weights.blocks_handle, weights.block_offsets)
 
-    def _forget(self, device: str) -> None:
+    def _forget(self, ref: Ref) -> None:
+        device = ref.name
+        self._devices[device] = ref
         held = [granted.lease for granted in self._leases.values() if granted.device == device]
         for lease in held:
             self._release(lease)
@@ -212,12 +221,21 @@ class Pager(Actor):
     def _once_given_way(self, reply: Callable[[], R]) -> R | asyncio.Future[R]:
         """`reply()` once the budget is kept, as far as leases allow."""
         self._settle()
-        if self._frames.fits(0) or not self._reads:
+        kept = [granted for granted in self._leases.values() if granted.lease.is_standing]
+        if self._frames.fits(0) or not (self._reads or kept):
             return reply()
-        return self.context.later(self._after_reads(reply), "give way")
+        return self.context.later(self._give_way(kept, reply), "give way")
 
-    async def _after_reads(self, reply: Callable[[], R]) -> R:
-        await asyncio.wait(tuple(self._reads.values()))
+    async def _give_way(self, kept: Sequence[_Granted], reply: Callable[[], R]) -> R:
+        for granted in kept:
+            try:
+                await self._devices[granted.device].tell(Recall())
+            except Stopped:
+                self._release(granted.lease)
+        while any(granted.lease.lease_id in self._leases for granted in kept):
+            await self._changed()
+        if self._reads:
+            await asyncio.wait(tuple(self._reads.values()))
         self._settle()
         return reply()
 

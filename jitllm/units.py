@@ -50,6 +50,8 @@ def format_rate(per_second: float, unit: str = "") -> str:
 
 def format_duration(seconds: float) -> str:
     """`seconds` with three digits or in clock parts: "850 us", "12.3 ms", "1.23 s", "2m05s"."""
+    if seconds == 0:
+        return "0 s"
     if seconds < 0:
         return f"-{format_duration(-seconds)}"
     for scale, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):

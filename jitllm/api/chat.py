@@ -45,10 +45,12 @@ async def _whole(service: Service, request: Request, body: ChatRequest) -> Parts
         choices = await chat_choices(serving.served, body)
         texts = [""] * len(choices)
         tokens: list[list[Token]] = [[] for _ in choices]
+        ids: list[list[int]] = [[] for _ in choices]
 
         async def collect(choice: Choice, piece: Piece) -> None:
             texts[choice.index] += piece.text
             tokens[choice.index] += piece.tokens
+            ids[choice.index] += piece.ids
 
         with service.counts.request(serving.served.id, choices):
             await run_all(choices, serving.session, collect, serving.served.max_together)
@@ -65,6 +67,7 @@ async def _whole(service: Service, request: Request, body: ChatRequest) -> Parts
                         },
                         "finish_reason": costs.finish_reason(choice),
                         "logprobs": _logprobs(serving, body, tokens[choice.index]),
+                        **costs.token_ids(body, ids[choice.index]),
                     }
                     for choice in choices
                 ],
@@ -110,8 +113,8 @@ class _Chunks:
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             yield self._chunk(choice, {"role": "assistant", "content": ""})
-        if piece.text or piece.tokens:
-            yield self._chunk(choice, {"content": piece.text}, tokens=piece.tokens)
+        if piece.text or piece.tokens or (piece.ids and self._body.return_token_ids):
+            yield self._chunk(choice, {"content": piece.text}, tokens=piece.tokens, ids=piece.ids)
         if piece.is_last:
             yield self._last(choice)
 
@@ -137,6 +140,7 @@ class _Chunks:
         delta: Plain,
         finish: str | None = None,
         tokens: Iterable[Token] = (),
+        ids: Iterable[int] = (),
     ) -> Plain:
         chunk = {
             **self._envelope,
@@ -146,6 +150,7 @@ class _Chunks:
                     "delta": delta,
                     "finish_reason": finish,
                     "logprobs": _logprobs(self._serving, self._body, tokens),
+                    **costs.token_ids(self._body, ids),
                 }
             ],
         }

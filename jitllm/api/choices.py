@@ -41,10 +41,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that is certain now, and the tokens that begin in it, if anybody wants them told."""
+    """Text that is certain now, and the tokens that begin in it, if anybody wants them told.
+
+    ids: those generated since the last piece, whether their text is certain or not.
+    """
 
     text: str = ""
     tokens: tuple[Token, ...] = ()
+    ids: tuple[int, ...] = ()
     is_last: bool = False
 
 
@@ -87,6 +91,7 @@ class Choice:
         self._prompt_logprobs: list[float] = []
         self._prompt_top: list[TopLogprobs] = []
         self._pending: deque[Token] = deque()
+        self._ids: list[int] = []
         self._raw = self._shown = 0  # characters: decoded, handed out
         self._task: asyncio.Task[None] | None = None
         self._began_s = self._first_s = self._last_s = 0.0
@@ -184,6 +189,7 @@ class Choice:
                 token = Token(token_id, delta.logprobs[at], tops[at], self._raw)
                 self._pending.append(token)
             self.num_tokens += 1
+            self._ids.append(token_id)
             text += self._decoded(self._decoder.feed(known(self._served.tokenizer, (token_id,))))
             if self._stops.matched is not None:
                 break
@@ -199,19 +205,23 @@ class Choice:
         tokens = []
         while self._pending and self._pending[0].start < self._shown:
             tokens.append(self._pending.popleft())
-        return Piece(text, tuple(tokens)) if text or tokens else None
+        return Piece(text, tuple(tokens), self._take_ids()) if text or tokens else None
+
+    def _take_ids(self) -> tuple[int, ...]:
+        ids, self._ids = tuple(self._ids), []
+        return ids
 
     def _rest(self) -> Piece:
         """What was held back, and the tokens that nothing came of."""
         if self._echo is not None:
-            return Piece(is_last=True)
+            return Piece(ids=self._take_ids(), is_last=True)
         text = self._decoded(self._decoder.flush()) + self._stops.flush()
         if self._stops.matched is not None and not self.is_cancelled:
             self.finish = Finish.STOP
-        piece = self._piece(text) or Piece()
+        piece = self._piece(text) or Piece(ids=self._take_ids())
         left = () if self._stops.matched is not None else tuple(self._pending)
         self._pending.clear()
-        return Piece(piece.text, piece.tokens + left, is_last=True)
+        return Piece(piece.text, piece.tokens + left, piece.ids, is_last=True)
 
 
 async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, together: int) -> None:

@@ -45,16 +45,19 @@ async def _whole(service: Service, request: Request, body: CompletionRequest) ->
         choices = await completion_choices(serving.served, body)
         texts = [""] * len(choices)
         tokens: list[list[Token]] = [[] for _ in choices]
+        ids: list[list[int]] = [[] for _ in choices]
 
         async def collect(choice: Choice, piece: Piece) -> None:
             texts[choice.index] += piece.text
             tokens[choice.index] += piece.tokens
+            ids[choice.index] += piece.ids
 
         with service.counts.request(serving.served.id, choices):
             await run_all(choices, serving.session, collect, serving.served.max_together)
         replies = [
             _choice(serving, body, choice, texts[choice.index], tokens[choice.index])
             | {"finish_reason": costs.finish_reason(choice)}
+            | costs.token_ids(body, ids[choice.index])
             for choice in choices
         ]
         yield as_json({**_envelope(serving), "choices": replies, **_costs(serving, choices)})
@@ -76,6 +79,7 @@ async def _stream(service: Service, request: Request, body: CompletionRequest) -
                         continue
                     choice, piece = item
                     reply = _choice(serving, body, choice, piece.text, piece.tokens)
+                    reply |= costs.token_ids(body, piece.ids)
                     chunk = {**envelope, "choices": [reply], **no_usage}
                     if piece.is_last:
                         reply["finish_reason"] = costs.finish_reason(choice)

@@ -5,11 +5,12 @@ Knows choices that have ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jitllm.api.choices import Choice
 from jitllm.api.models import Served
+from jitllm.api.schema import GenerationRequest
 from jitllm.engine import Finish
 
 Plain = dict[str, Any]
@@ -18,6 +19,11 @@ Plain = dict[str, Any]
 def finish_reason(choice: Choice) -> str:
     """As OpenAI calls it; a reply that was cancelled has stopped."""
     return "length" if choice.finish is Finish.LENGTH else "stop"
+
+
+def token_ids(body: GenerationRequest, ids: Iterable[int]) -> Plain:
+    """The tokens of a reply, or of a part of it, for those who asked for them."""
+    return {"token_ids": list(ids)} if body.return_token_ids else {}
 
 
 def usage(choices: Sequence[Choice]) -> Plain:

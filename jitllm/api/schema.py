@@ -73,6 +73,7 @@ class GenerationRequest(Body):
     ) = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     jitllm_priority: Literal["normal", "high"] | None = None
     response_format: TextFormat | None = None
     user: str | None = None
@@ -368,6 +369,7 @@ class ChatChoice(BaseModel):
     message: ReplyMessage
     finish_reason: Literal["stop", "length"]
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | None = None
 
 
 class ChatReply(BaseModel):
@@ -398,6 +400,7 @@ class CompletionChoice(BaseModel):
     text: str
     finish_reason: Literal["stop", "length"]
     logprobs: Logprobs | None
+    token_ids: list[int] | None = None
 
 
 class CompletionReply(BaseModel):

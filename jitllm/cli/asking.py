@@ -60,4 +60,4 @@ def chat_ids(loaded: Loaded, turns: list[Turn]) -> list[int]:
             "this model has no chat template",
             "give it a text to continue, or convert its source again with -chat-template FILE",
         )
-    return loaded.tokenizer.encode(loaded.chat.render(turns), add_special=False, parse_special=True)
+    return loaded.tokenizer.encode_rendered(loaded.chat.render(turns))

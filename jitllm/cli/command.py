@@ -55,6 +55,14 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """The program: refuses what is no verb."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[0].startswith("-") and args[0] not in HELP_FLAGS:
+            raise UsageError(
+                f"{ctx.command_path} has no flag {args[0]} before a verb",
+                f"see {ctx.command_path} -help",
+            )
+        return list(super().parse_args(ctx, args))
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
             raise UsageError(

@@ -54,6 +54,7 @@ def _question() -> str | None:
 async def _exchange(loaded: Loaded, asked: Asked, turns: list[Turn], question: Turn) -> list[Turn]:
     """The question and its answer; nothing if the model could not answer."""
     reply = Reply(loaded.tokenizer, asked.stops, say)
+    start = await loaded.engine.stats()
     try:
         request = asked.request(loaded, chat_ids(loaded, [*turns, question]))
         await finished(reply.run(loaded.engine, request))
@@ -62,6 +63,6 @@ async def _exchange(loaded: Loaded, asked: Asked, turns: list[Turn], question: T
         return []
     say("\n")
     stop = await loaded.engine.stats()
-    per_token = report.page_ins_per_token(reply.at_first_token, stop)
+    per_token = report.page_ins_per_token(start, stop)
     note(report.after(reply.rates(), stop.pages, per_token)[0])
     return [question, {"role": "assistant", "content": reply.text}]

@@ -38,7 +38,8 @@ def hardware(*, json: AsJson = False) -> int:
                 "processor": found["cpu"],
                 **{f"tier {tier['name']}": _why(tier, found["tier"]) for tier in found["tiers"]},
                 "cores": _cores(cores),
-                "threads": f"{cores['threads']}, the smaller of both; -threads changes it",
+                "threads": f"{cores['threads']}, the smaller of cores and quota; "
+                "-threads changes it",
                 "memory": f"{_size(memory['available_bytes'])} available of "
                 f"{_size(memory['total_bytes'])}",
                 "budget": f"{memory['explanation']}; -maxmem changes it",

@@ -122,8 +122,15 @@ def _rows(container: Container) -> dict[str, str]:
         "chat templates": one_line(", ".join(sorted(header.chat_templates)))
         or "none: a base model",
         "stop ids": ", ".join(map(str, header.stop_ids)) or "none",
-        **{name.replace("_", " "): _shown(value) for name, value in header.fingerprint.items()},
+        **dict(_print(name, value) for name, value in header.fingerprint.items()),
     }
+
+
+def _print(name: str, value: str | int) -> tuple[str, str]:
+    """An entry of the fingerprint, for people."""
+    if name.endswith("_bytes") and isinstance(value, int):
+        return name.removesuffix("_bytes") + " size", format_size(value)
+    return name.replace("_", " "), _shown(value)
 
 
 def _head_width(header: Header) -> object:

@@ -51,12 +51,14 @@ JITLLM = Program(
     "Run large language models, paged from disk under a memory budget.",
 )
 
-_ALIASES = {"-version": "version", "--version": "version", "help": "-help", "--help": "-help"}
+_ALIASES = {"-version": "version", "--version": "version", "--help": "-help"}
 
 
 def main(args: Sequence[str] | None = None, program: Program = JITLLM) -> int:
     """Run the command line `args` (by default the process's) and return its exit code."""
     args = list(sys.argv[1:] if args is None else args)
+    if args[:1] == ["help"]:
+        args = [*args[1:2], "-help"]
     if args:
         args[0] = _ALIASES.get(args[0], args[0])
     log.to_stderr()

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from jitllm.errors import DiskFull, JitllmError
+from jitllm.errors import DiskFull, JitllmError, UsageError
 
 _SLACK_BYTES = 1 << 20
 
@@ -23,10 +23,13 @@ class LogitsFile:
     """`tokens` i32 [n] and `logits` f32 [n, vocab], not compressed.
 
     Written beside its destination and renamed by `finish`; without that it is removed at the end
-    of the `with` block. Raises `DiskFull` at once if the whole file will not fit.
+    of the `with` block. Raises `UsageError` for a folder, and `DiskFull` at once if the whole file
+    will not fit.
     """
 
     def __init__(self, path: Path, ids: Sequence[int], vocab: int) -> None:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", "name a file in it")
         self.path = path
         self._part = path.with_name(path.name + ".part")
         self._shape = (len(ids), vocab)

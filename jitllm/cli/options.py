@@ -1,6 +1,7 @@
 """Arguments and flags that several verbs share.
 
-Knows how the user spells them, and turns the engine's into an `EngineConfig`.
+Knows how the user spells them, and turns the engine's into an `EngineConfig` and those of a reply
+into an `Asked`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Annotated, Any
 
 import typer
 
+from jitllm.cli.asking import Asked
 from jitllm.cli.command import option, parameters, set_signature
 from jitllm.config import EngineConfig
+from jitllm.engine import Sampling
 from jitllm.errors import UsageError
 from jitllm.units import parse_size
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.jlm", help="A converted model.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="TEXT", show_default=False)]
+Chat = Annotated[bool, typer.Option("-chat", help="Use the model's chat template.")]
 TextFile = Annotated[
     Path | None,
     typer.Option("-f", metavar="FILE", help="Read the text from FILE.", show_default=False),
@@ -36,6 +40,20 @@ def engine_flags(function: Callable[..., Any]) -> Callable[..., Any]:
 
     own = [param for param in parameters(function) if param.name != "config"]
     set_signature(run, [*own, *_ENGINE_FLAGS])
+    return run
+
+
+def reply_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the flags of a reply in place of its parameter `asked`."""
+
+    @wraps(function)
+    def run(**arguments: Any) -> Any:
+        flags = {flag.name: arguments.pop(flag.name) for flag in _REPLY_FLAGS}
+        return function(asked=_asked(**flags), **arguments)
+
+    own = parameters(function)
+    at = [param.name for param in own].index("asked")
+    set_signature(run, [*own[:at], *_REPLY_FLAGS, *own[at + 1 :]])
     return run
 
 
@@ -72,13 +90,13 @@ def _decoded(data: bytes, name: str) -> str:
         ) from None
 
 
-def _engine_option(name: str, kind: Any, default: Any, *flag: str, **more: Any) -> Any:
-    shown = default is not None
+def _flag(name: str, kind: Any, default: Any, *flag: str, **more: Any) -> Any:
+    shown = not (default is None or default is False or default == "")
     return option(name, Annotated[kind, typer.Option(*flag, show_default=shown, **more)], default)
 
 
 _ENGINE_FLAGS = (
-    _engine_option(
+    _flag(
         "ctx",
         int | None,
         None,
@@ -87,7 +105,7 @@ _ENGINE_FLAGS = (
         help="Longest history in tokens, prompt and reply; default: what the model was trained "
         "for, as far as memory allows.",
     ),
-    _engine_option(
+    _flag(
         "maxmem",
         str | None,
         None,
@@ -96,7 +114,7 @@ _ENGINE_FLAGS = (
         help="All memory that the model may take: 12G, 512M, 400K or bytes; default: four fifths "
         "of what the machine can give. Blocks that do not fit are paged.",
     ),
-    _engine_option(
+    _flag(
         "threads",
         int | None,
         None,
@@ -104,7 +122,7 @@ _ENGINE_FLAGS = (
         metavar="N",
         help="Threads that compute; default: a thread for each core that is ours.",
     ),
-    _engine_option(
+    _flag(
         "tier",
         str,
         "auto",
@@ -112,13 +130,11 @@ _ENGINE_FLAGS = (
         metavar="TIER",
         help="Instruction set: auto, or one that `jitllm hardware` lists.",
     ),
-    _engine_option(
+    _flag(
         "devices", str, "auto", "-devices", metavar="SPEC", help="Where to compute: cpu or auto."
     ),
-    _engine_option(
-        "kv_type", str, "f16", "-kv-type", metavar="TYPE", help="Keys and values: f16 or f32."
-    ),
-    _engine_option(
+    _flag("kv_type", str, "f16", "-kv-type", metavar="TYPE", help="Keys and values: f16 or f32."),
+    _flag(
         "read_ahead",
         str,
         "auto",
@@ -126,7 +142,7 @@ _ENGINE_FLAGS = (
         metavar="MODE",
         help="Read the next block while one is computed: auto, on or off.",
     ),
-    _engine_option(
+    _flag(
         "page_size",
         int | None,
         None,
@@ -135,6 +151,108 @@ _ENGINE_FLAGS = (
         help="Positions in a page of keys and values: a power of two; default: the device's.",
     ),
 )
+
+
+_REPLY_FLAGS = (
+    _flag(
+        "num",
+        int | None,
+        None,
+        "-n",
+        metavar="N",
+        help="Tokens to generate; default: until the end.",
+    ),
+    _flag(
+        "system", str, "", "-system", metavar="TEXT", help="What the model is to be; with -chat."
+    ),
+    _flag(
+        "temp",
+        float,
+        0.0,
+        "-temp",
+        metavar="F",
+        help="Temperature; 0 takes the likeliest token.",
+    ),
+    _flag("top_k", int, 0, "-top-k", metavar="N", help="Draw from the N likeliest; 0: from all."),
+    _flag(
+        "top_p", float, 1.0, "-top-p", metavar="F", help="Draw from the likeliest that make up F."
+    ),
+    _flag(
+        "min_p", float, 0.0, "-min-p", metavar="F", help="Leave out what is F times less likely."
+    ),
+    _flag(
+        "repeat_penalty",
+        float,
+        1.0,
+        "-repeat-penalty",
+        metavar="F",
+        help="Above 1: repeat less.",
+    ),
+    _flag(
+        "repeat_last_n",
+        int,
+        64,
+        "-repeat-last-n",
+        metavar="N",
+        help="Tokens that count as repeated.",
+    ),
+    _flag("seed", int, 0, "-seed", metavar="N", help="The same seed gives the same reply."),
+    _flag(
+        "stop",
+        list[str] | None,
+        None,
+        "-stop",
+        metavar="TEXT",
+        help="End before this text; may be repeated.",
+    ),
+    _flag(
+        "ignore_eos", bool, False, "-ignore-eos", help="Go on after the model has ended its reply."
+    ),
+)
+
+
+def _asked(
+    *,
+    num: int | None,
+    system: str,
+    temp: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repeat_penalty: float,
+    repeat_last_n: int,
+    seed: int,
+    stop: list[str] | None,
+    ignore_eos: bool,
+) -> Asked:
+    """Raises UsageError for what cannot be meant."""
+    return Asked(
+        max_tokens=_at_least(num, 0, "-n"),
+        system=system,
+        stops=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        sampling=Sampling(
+            temperature=_within(temp, 0, 1e30, "-temp"),
+            top_k=_at_least(top_k, 0, "-top-k") or 0,
+            top_p=_within(top_p, 0, 1, "-top-p"),
+            min_p=_within(min_p, 0, 1, "-min-p"),
+            repeat_penalty=_within(repeat_penalty, 1e-3, 1e3, "-repeat-penalty"),
+            repeat_last_n=_at_least(repeat_last_n, 0, "-repeat-last-n") or 0,
+            seed=_at_least(seed, 0, "-seed") or 0,
+        ),
+    )
+
+
+def _at_least(value: int | None, least: int, flag: str) -> int | None:
+    if value is not None and value < least:
+        raise UsageError(f"{flag} {value} is too small", f"the least is {least}")
+    return value
+
+
+def _within(value: float, least: float, most: float, flag: str) -> float:
+    if not least <= value <= most:
+        raise UsageError(f"{flag} {value} makes no sense", f"choose from {least} to {most}")
+    return value
 
 
 def _config(

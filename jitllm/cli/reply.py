@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jitllm.engine import Delta, Engine, EngineStats, Finish, Request, Usage
+from jitllm.engine import Delta, Engine, Finish, Request, Usage
 from jitllm.text.stop import StopStrings
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ class Reply:
         self.ids: list[int] = []
         self.finish: Finish | None = None
         self.usage: Usage | None = None
-        self.at_first_token: EngineStats | None = None
-        """The engine when decoding began."""
         self._text: list[str] = []
         self._decoder = tokenizer.stream()
         self._stops = StopStrings(stops)
@@ -83,8 +81,6 @@ class Reply:
                 if self._take(delta):
                     self.finish = Finish.STOP
                     break
-                if self.at_first_token is None and self.ids:
-                    self.at_first_token = await engine.stats()
         except BaseException:
             self.finish = self.finish or Finish.CANCELLED
             raise

@@ -48,11 +48,16 @@ def after(rates: Rates, pages: Pages, page_ins_per_token: float) -> list[str]:
     ]
 
 
-def page_ins_per_token(start: EngineStats | None, stop: EngineStats) -> float:
-    """Page-ins per step between two snapshots; 0 without a step between them."""
-    if start is None or stop.steps <= start.steps:
+def page_ins_per_token(start: EngineStats, stop: EngineStats) -> float:
+    """Page-ins per step between two snapshots of an idle engine; 0 without a step between them.
+
+    Those that filled an empty frame are not counted: they come once, however long the reply is.
+    """
+    if stop.steps <= start.steps:
         return 0.0
-    return (stop.pages.page_ins - start.pages.page_ins) / (stop.steps - start.steps)
+    filled = max(stop.pages.resident - start.pages.resident, 0)
+    page_ins = stop.pages.page_ins - start.pages.page_ins - filled
+    return max(page_ins, 0) / (stop.steps - start.steps)
 
 
 def pages_json(pages: Pages, page_ins_per_token: float) -> dict[str, Any]:

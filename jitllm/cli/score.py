@@ -213,6 +213,8 @@ def _table(loaded: Loaded, ids: list[int], scored: Scored) -> str:
 
 def _summary(num_tokens: int, scored: Scored) -> str:
     rate = num_tokens / scored.prefill_s if scored.prefill_s > 0 else 0.0
+    if not scored.logprobs:
+        return f"no perplexity: nothing stands before any of {num_tokens} tokens"
     return (
         f"perplexity {scored.perplexity:.4f}   mean nll {scored.mean_nll:.5f} over "
         f"{len(scored.logprobs)} of {num_tokens} tokens   "

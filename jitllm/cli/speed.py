@@ -79,6 +79,7 @@ async def _measure(
         start = await loaded.engine.stats()
         for line in report.before(loaded, start):
             note(line)
+        _check_fit(num_prompt, num_decode, start.context_tokens)
         samples = Samples()
         ids = text_ids(loaded, SENTENCE)
         prompt = tuple(islice(cycle(ids), num_prompt))
@@ -93,6 +94,16 @@ async def _measure(
         else:
             say(_lines(result, num_prompt, num_decode))
         return 0 if is_finished else INTERRUPTED
+
+
+def _check_fit(num_prompt: int, num_decode: int, ctx_tokens: int) -> None:
+    """A run that the context cuts short would count tokens that nobody computed."""
+    for flag, num_tokens in (("-p", num_prompt), ("-n", num_decode and num_decode + 1)):
+        if num_tokens > ctx_tokens:
+            raise UsageError(
+                f"{flag} takes {num_tokens} tokens and the context holds {ctx_tokens}",
+                f"lower {flag} or raise -ctx",
+            )
 
 
 async def _repeat(

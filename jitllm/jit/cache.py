@@ -7,6 +7,7 @@ a damaged, truncated or foreign entry reads as absent and is compiled again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import tempfile
@@ -74,8 +75,13 @@ class ObjectCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(xxhash.xxh3_128_digest(code) + code)
-            os.replace(file.name, path)
+                try:
+                    file.write(xxhash.xxh3_128_digest(code) + code)
+                    file.flush()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
         except OSError:
             return
 
@@ -87,7 +93,11 @@ class ObjectCache:
 
     def size_bytes(self) -> int:
         """Bytes on disk."""
-        return sum(path.stat().st_size for path in self.entries())
+        total = 0
+        for path in self.entries():
+            with contextlib.suppress(FileNotFoundError):  # another process may be clearing
+                total += path.stat().st_size
+        return total
 
     def clear(self) -> int:
         """Remove every entry; returns how many there were."""

@@ -18,7 +18,8 @@ from jitllm.errors import UsageError
 class Tier:
     """One way of emitting kernels.
 
-    features: LLVM features switched on. needs: flags of /proc/cpuinfo that must be there.
+    features: LLVM features switched on. needs: flags of /proc/cpuinfo that must be there, one for
+    each feature: a virtual machine may hide any of them, and `lzcnt` then computes something else.
     dot: how four bytes are multiplied and summed: "vnni512", "vnni256", "maddubs" or "generic".
     f16c: half floats are converted by an instruction.
     vector_registers: how many 16-lane f32 values fit in registers; sizes unrolled row blocks.
@@ -33,14 +34,15 @@ class Tier:
 
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi", "bmi2", "popcnt", "lzcnt")
+_AVX2_NEEDS = ("avx2", "fma", "f16c", "bmi1", "bmi2", "popcnt", "abm")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512vnni")
 
 PLAIN = Tier("plain", (), (), "generic", f16c=False, vector_registers=4)
-AVX2 = Tier("avx2", _AVX2, ("avx2", "fma", "f16c"), "maddubs", f16c=True, vector_registers=8)
+AVX2 = Tier("avx2", _AVX2, _AVX2_NEEDS, "maddubs", f16c=True, vector_registers=8)
 AVX2_VNNI = Tier(
     "avx2-vnni",
     (*_AVX2, "avxvnni"),
-    ("avx2", "fma", "f16c", "avx_vnni"),
+    (*_AVX2_NEEDS, "avx_vnni"),
     "vnni256",
     f16c=True,
     vector_registers=8,
@@ -48,7 +50,7 @@ AVX2_VNNI = Tier(
 AVX512_VNNI = Tier(
     "avx512-vnni",
     _AVX512,
-    ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
+    (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"),
     "vnni512",
     f16c=True,
     vector_registers=32,

@@ -18,7 +18,7 @@ DIGEST_BYTES = 16
 
 def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The digest of what `parent` names and `tokens` after it; `parent` is empty at the start."""
-    return blake2b(array("i", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
+    return blake2b(parent + array("i", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def digests(tokens: Sequence[int], page_tokens: int) -> tuple[bytes, ...]:

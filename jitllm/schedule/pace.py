@@ -1,10 +1,12 @@
 """How many tokens of prompts a step takes beside replies under way, so that those do not falter.
 
-A step with prompts may take COST times what one without takes. What tokens cost is not modelled,
-because it is no line (kernels compute rows in groups, disks are read in the meantime): the number
-of tokens is raised a little after a step that was fast enough and lowered a little after one that
-was not, which finds the number whose median step is just fast enough, however noisy the machine.
-Knows counts and seconds. Reads no clock.
+Of five steps, two may take COST times what the other three do, which have no prompts: few large
+bites cost less than many small ones, most gaps between tokens stay as they are, and what a step
+takes without prompts is always known. What tokens cost is not modelled, because it is no line
+(kernels compute rows in groups, disks are read in the meantime): the number of tokens is raised a
+little after a step that was fast enough and lowered a little after one that was not, which finds
+the number whose median step is just fast enough, however noisy the machine. Knows counts and
+seconds. Reads no clock.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-COST = 1.75
-"""What a step with prompts may take, as a multiple of one without."""
+COST = 2.2
+"""What a step with prompts may take, as a multiple of one without: far from the fourfold that no
+gap should reach, because a machine stalls for a moment now and then."""
 
 MAX_STEP_S = 0.05
 """What a step may take while nobody is in the middle of a reply and someone waits for the next."""
 
 FIRST_TOKENS = 8
 """Prompt tokens beside replies before anything is known."""
+
+FIRST_ALONE_TOKENS = 128
+"""Prompt tokens without replies, while someone waits, before anything is known."""
 
 MIN_TOKENS = 4
 """Fewest prompt tokens beside replies: a prompt always moves on."""
@@ -29,9 +35,6 @@ ROW_TOKENS = 8
 
 PANEL_TOKENS = 64
 """Fewest prompt tokens of a step without replies, and what more are a multiple of."""
-
-PROBE_STEPS = 8
-"""One step in so many has no prompts, to see what that takes at the moment."""
 
 _STEP = 1.15  # up or down
 _NUM_PLAIN = 5  # steps without prompts that count
@@ -46,31 +49,32 @@ class Pace:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._plain_s: deque[float] = deque(maxlen=_NUM_PLAIN)
-        self._since_plain = 0
+        self._num_bites = 0
+        self._owed = 0  # steps without prompts, to those in the middle of a reply
         self._beside = min(float(FIRST_TOKENS), max_tokens)
-        self._alone = float(max_tokens)
+        self._alone = min(float(FIRST_ALONE_TOKENS), max_tokens)
 
     def observe(self, num_replies: int, prompt_tokens: int, seconds: float) -> None:
         """A step with so many rows of replies and so many tokens of prompts took `seconds`."""
         if not prompt_tokens:
             self._plain_s.append(seconds)
-            self._since_plain = 0
+            self._owed = max(self._owed - 1, 0)
         elif num_replies:
-            self._since_plain += 1
+            self._num_bites += 1
+            self._owed = 1 + self._num_bites % 2
             self._observe_beside(num_replies, prompt_tokens, seconds)
-        elif seconds > MAX_STEP_S:
+        else:
             # Without replies most of the time goes to the tokens: go straight there.
-            wanted = prompt_tokens * max(MAX_STEP_S / seconds, 0.5)
-            self._alone = max(min(self._alone, wanted), 1.0)
-        elif prompt_tokens >= self._without_replies():
-            self._alone = min(self._alone * _STEP, self._max_tokens)
+            factor = min(max(MAX_STEP_S / seconds, 0.5), 2.0)
+            if factor < 1 or prompt_tokens >= self._without_replies():
+                self._alone = min(max(prompt_tokens * factor, 1.0), self._max_tokens)
 
     def _observe_beside(self, num_replies: int, prompt_tokens: int, seconds: float) -> None:
         if not self._plain_s:
             return
         is_slow = seconds > COST * median(self._plain_s)
         if is_slow:
-            self._beside = max(min(self._beside, prompt_tokens) / _STEP, MIN_TOKENS)
+            self._beside = max(self._beside / _STEP, MIN_TOKENS)
         elif prompt_tokens >= self._beside_replies(num_replies):
             self._beside = min(self._beside * _STEP, self._max_tokens)
 
@@ -81,7 +85,7 @@ class Pace:
         prompt would like to be computed.
         """
         if num_replies:
-            if not self._plain_s or self._since_plain >= PROBE_STEPS:
+            if not self._plain_s or self._owed:
                 return 0
             return self._beside_replies(num_replies)
         return self._without_replies() if others_wait else self._max_tokens

@@ -17,6 +17,7 @@ from actors.messages import (
     DeviceStatsRequest,
     Open,
     Opened,
+    Recall,
     Refused,
     Shrink,
     Step,
@@ -52,7 +53,7 @@ class NullDevice(Actor):
                 return None
             case Step():
                 return await self._step(message)
-            case Shrink():
+            case Recall() | Shrink():
                 return None
             case DeviceStatsRequest():
                 return DeviceStats(sum(self.promised.values()), 0, 0, 1, "null", 1 << 20, 0, 0.0)

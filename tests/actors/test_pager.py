@@ -7,11 +7,13 @@ import ctypes
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from actors.actor import Actor
 from actors.local import LocalRef, Runtime
 from actors.mailbox import Stopped
 from actors.messages import (
@@ -21,6 +23,7 @@ from actors.messages import (
     Locate,
     PagerStats,
     PagerStatsRequest,
+    Recall,
     Release,
     Reserve,
     SetBudget,
@@ -51,9 +54,11 @@ def budget(num_frames: int) -> int:
 
 
 @asynccontextmanager
-async def paging(container: FakeContainer, *args: Any, **kwargs: Any) -> AsyncIterator[LocalRef]:
+async def paging(
+    container: FakeContainer, *args: Any, strict: bool = True, **kwargs: Any
+) -> AsyncIterator[LocalRef]:
     pager = Pager(container, HostMemory(), *args, **kwargs)  # type: ignore[arg-type]
-    async with Runtime(strict=True) as runtime:
+    async with Runtime(strict=strict) as runtime:
         yield await runtime.spawn(pager, "pager")
         if pager._residency is not None:
             pager._residency.check()
@@ -219,17 +224,65 @@ async def test_a_reservation_makes_blocks_give_way(container: FakeContainer) -> 
             await pager.ask(Reserve("kv", -1))
 
 
+@dataclass
+class Keeper(Actor):
+    """A device that keeps a lease until it is recalled."""
+
+    pager: LocalRef
+    lease: Lease | None = None
+
+    async def receive(self, message: Recall) -> None:
+        assert self.lease is not None
+        await self.pager.tell(Release(self.lease))
+
+
+@asynccontextmanager
+async def keeping(pager: LocalRef, name: str) -> AsyncIterator[Keeper]:
+    """A device that has begun."""
+    async with Runtime() as runtime:
+        keeper = Keeper(pager)
+        await pager.ask(Forget(await runtime.spawn(keeper, name)))
+        yield keeper
+
+
 async def test_a_device_that_begins_holds_nothing(container: FakeContainer) -> None:
-    async with paging(container, budget(4), "off") as pager:
+    async with paging(container, budget(4), "off", strict=False) as pager:
         await pager.ask(Reserve("kv", BLOCK, "dead"))
         await pager.ask(Acquire(0, 1, "dead"))
         other = await pager.ask(Acquire(1, 2, "alive"))
         await pager.ask(Reserve("kv", BLOCK, "alive"))
-        await pager.ask(Forget("dead"))
-        now = await stats(pager)
-        assert now.fixed_bytes == DENSE + BLOCK
-        assert (await pager.ask(SetBudget(0))).resident == 1  # the other one's
+        async with keeping(pager, "dead"):
+            now = await stats(pager)
+            assert now.fixed_bytes == DENSE + BLOCK
+            assert (await pager.ask(SetBudget(0))).resident == 1  # the other one's
         await pager.tell(Release(other))
+
+
+async def test_a_lease_stands_while_all_fits_and_is_recalled_when_it_does_not(
+    container: FakeContainer,
+) -> None:
+    async with paging(container, budget(12), "off", strict=False) as pager:
+        await scan(pager)
+        brief = await pager.ask(Acquire(0, 12))
+        assert not brief.is_standing  # there is nobody to recall it from
+        await pager.tell(Release(brief))
+        async with keeping(pager, "device") as keeper:
+            part = await pager.ask(Acquire(0, 6, "device"))
+            assert not part.is_standing
+            await pager.tell(Release(part))
+            keeper.lease = await pager.ask(Acquire(0, 12, "device"))
+            assert keeper.lease.is_standing
+            assert (await pager.ask(SetBudget(budget(5)))).resident == 5
+            assert len(await scan(pager)) > 1
+
+
+async def test_the_lease_of_a_dead_device_is_taken_back(container: FakeContainer) -> None:
+    async with paging(container, budget(12), "off", strict=False) as pager:
+        await scan(pager)
+        async with keeping(pager, "device") as keeper:
+            keeper.lease = await pager.ask(Acquire(0, 12, "device"))
+        assert (await pager.ask(Reserve("kv", 7 * BLOCK))).frames == 5
+        assert (await stats(pager)).resident == 5
 
 
 async def test_a_smaller_budget_waits_for_a_read_in_flight(container: FakeContainer) -> None:

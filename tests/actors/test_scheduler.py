@@ -151,9 +151,7 @@ async def test_small_ones_pass_a_large_one_but_not_for_ever() -> None:
     async with scheduling(device, Budget(2, 64, 2)) as (client, _):
         long = await started(client, Request((1,) * 10, max_tokens=400))
         large = await started(client, Request((1,) * 600, max_tokens=1))
-        small = [
-            await started(client, Request((1,), max_tokens=2)) for _ in range(2 * MAX_PASSED)
-        ]
+        small = [await started(client, Request((1,), max_tokens=2)) for _ in range(2 * MAX_PASSED)]
         await asyncio.gather(long, large, *small)
     place = device.opened.index(1)
     assert place == 1 + MAX_PASSED
@@ -182,9 +180,7 @@ async def test_a_prefix_that_arrives_together_is_computed_once() -> None:
         replies = await asyncio.gather(
             *(all_of(client, Request((*prompt, n), max_tokens=4)) for n in range(8))
         )
-    computed = sum(
-        len(span.tokens) for spans in device.steps for span in spans if span.start < 200
-    )
+    computed = sum(len(span.tokens) for spans in device.steps for span in spans if span.start < 200)
     assert computed <= 200 + 8 * 16
     cached = [deltas[-1].usage.cached_tokens for deltas in replies if deltas[-1].usage]
     assert sorted(cached) == [0] + [192] * 7
@@ -220,16 +216,14 @@ async def test_cancelling_takes_effect_within_a_step(phase: str, way: str, n: in
     async with scheduling(device, Budget(4, 16, 4)) as (client, scheduler):
         length, steps = {"queued": (5, 1), "prompt": (2000, 3), "decode": (5, 7)}[phase]
         others = 4 if phase == "queued" else 0
-        beside = [
-            await started(client, Request((3,) * 4, max_tokens=30)) for _ in range(others)
-        ]
+        beside = [await started(client, Request((3,) * 4, max_tokens=30)) for _ in range(others)]
         request = Request((1,) * length, max_tokens=1000)
         leaving = [asyncio.create_task(read(client, request, way)) for _ in range(n)]
         device.gate.release()  # who came first was alone in a step
         await until(device, scheduler, running=others or n, waiting=n if others else 0)
         for _ in range(steps - 1):
             device.gate.release()
-        while len(device.steps) < steps:
+        while len(device.steps) < steps:  # noqa: ASYNC110 - the device knows no test
             await asyncio.sleep(0)
         for task in leaving:
             task.cancel()

@@ -22,6 +22,8 @@ from tests.models.native import opened
 
 NUM_SEQUENCES = 32
 NUM_STEPS = 1000
+MAX_STALL = 2.0
+"""Longest gap of undisturbed replies over the typical one; above it a measurement is rejected."""
 
 
 class TimedScheduler(Scheduler):
@@ -87,7 +89,7 @@ async def test_a_newcomer_with_a_long_prompt_slows_replies_down_within_bounds(
         readers = [
             asyncio.create_task(watched(engine, seed, arrivals[seed], stop)) for seed in range(8)
         ]
-        while min(map(len, arrivals)) < 150:
+        while min(map(len, arrivals)) < 150:  # noqa: ASYNC110 - eight readers, no event
             await asyncio.sleep(0.01)
         began_s = perf_counter()
         prompt = tuple(1000 + 7 * i % 50_000 for i in range(2000))
@@ -106,6 +108,8 @@ async def test_a_newcomer_with_a_long_prompt_slows_replies_down_within_bounds(
         f"p50 {ratio:.2f}x, p99 {sorted(during)[-len(during) // 100] / typical:.2f}x, "
         f"max {worst:.2f}x; {len(during)} gaps"
     )
+    if max(before) > MAX_STALL * typical:
+        pytest.skip("rejected: the machine stalls without a newcomer too")
     assert ratio <= 2
     assert worst <= 4
 

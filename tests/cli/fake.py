@@ -54,6 +54,9 @@ class ByteTokenizer:
     ) -> list[int]:
         return [BOS] * add_special + list(text.encode())
 
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def piece(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else {BOS: b"<bos>", EOS: b"<eos>"}[token_id]
 

@@ -14,10 +14,10 @@ import pytest
 
 from jitllm.api.models import Load
 from jitllm.cli.daemon.main import VERBS, main
-from jitllm.cli.daemon.remote import base_url, split_address
 from jitllm.cli.daemon.shelf import Shelf, shares
 from jitllm.config import EngineConfig
 from jitllm.errors import UsageError
+from jitllm.remote import base_url, split_address
 from tests.api.fake import FakeEngine, Tokenizer, header
 from tests.cli.fake import VOCAB
 

@@ -28,10 +28,12 @@ def test_an_unknown_verb_is_a_usage_error(jitllm: Jitllm) -> None:
     done = jitllm("rnu", "m.jlm")
     assert done.code == 2
     assert done.err == "jitllm: there is no verb 'rnu'; did you mean run?\n"
-    assert jitllm("-nope").code == 2
+    done = jitllm("-nope")
+    assert done.code == 2
+    assert done.err == "jitllm: jitllm has no flag -nope before a verb; see jitllm -help\n"
 
 
-@pytest.mark.parametrize("flag", ["-help", "--help", "-h"])
+@pytest.mark.parametrize("flag", ["-help", "--help", "-h", "help"])
 def test_help_lists_the_verbs(jitllm: Jitllm, flag: str) -> None:
     done = jitllm(flag)
     assert done.code == 0
@@ -46,6 +48,7 @@ def test_every_verb_explains_itself(jitllm: Jitllm, verb: str, flag: str) -> Non
     assert f"jitllm {verb}" in done.out.split("Examples:")[1]
     assert "-json" in done.out
     assert jitllm(verb, "-h").out == done.out
+    assert jitllm("help", verb).out == done.out
 
 
 @pytest.mark.parametrize("spelling", ["version", "-version", "--version"])

@@ -32,7 +32,10 @@ def test_a_budget_costs_pages_and_changes_nothing(jitllm: Jitllm, model: Path) -
     assert tight["text"] == free["text"]
     assert tight["pages"]["frames"] == 1
     assert tight["pages"]["page_ins"] > free["pages"]["page_ins"] == info["blocks"]
-    assert tight["pages"]["page_ins_per_token"] == pytest.approx(info["blocks"], rel=0.35)
+    # Every step reads every block; of all that was read, one page-in filled the one frame.
+    num_steps = len(tight["ids"])
+    assert tight["pages"]["page_ins"] == num_steps * info["blocks"]
+    assert tight["pages"]["page_ins_per_token"] == info["blocks"] - 1 / num_steps
 
 
 def test_a_budget_below_everything_runs_and_says_so(jitllm: Jitllm, model: Path) -> None:

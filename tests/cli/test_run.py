@@ -28,7 +28,8 @@ def test_without_n_it_goes_on_until_the_end(jitllm: Jitllm, opener: Opener) -> N
 def test_chat_shows_only_the_answer(jitllm: Jitllm, opener: Opener) -> None:
     done = jitllm("run", "m.jlm", "-chat", "-system", "be kind", "hi")
     assert done.out == "Hello, world\n"
-    assert bytes(opener.engine.requests[0].prompt) == b"system: be kind|user: hi|assistant: "
+    rendered = b"system: be kind|user: hi|assistant: "
+    assert opener.engine.requests[0].prompt == (BOS, *rendered)
 
 
 def test_system_needs_chat(jitllm: Jitllm, opener: Opener) -> None:
@@ -104,6 +105,23 @@ def test_a_tight_budget_is_announced(jitllm: Jitllm, opener: Opener) -> None:
     assert "about 2.7 page-ins per token" in lines[4]
 
 
+@pytest.mark.parametrize(("flag", "field"), [("-top-p", "top_p"), ("-temp", "temperature")])
+def test_zero_is_a_value_like_others(
+    jitllm: Jitllm, opener: Opener, flag: str, field: str
+) -> None:
+    jitllm("run", "m.jlm", flag, "0", "hi")
+    assert getattr(opener.engine.requests[0].sampling, field) == 0
+
+
+@pytest.mark.parametrize("temp", ["inf", "nan", "-1", "1e31"])
+def test_a_temperature_that_is_none_is_refused_before_the_model(
+    jitllm: Jitllm, opener: Opener, temp: str
+) -> None:
+    done = jitllm("run", "m.jlm", "-temp", temp, "hi")
+    assert (done.code, done.out, opener.config) == (2, "", None)
+    assert "choose from 0 to 1e+30" in done.err
+
+
 @pytest.mark.parametrize("dashes", ["-", "--"])
 @pytest.mark.parametrize("is_before", [True, False])
 def test_flags_work_in_both_spellings_everywhere(
@@ -131,7 +149,7 @@ def test_what_follows_two_dashes_is_text(jitllm: Jitllm, opener: Opener) -> None
 
 def test_the_value_of_a_flag_may_look_like_a_flag(jitllm: Jitllm, opener: Opener) -> None:
     jitllm("run", "m.jlm", "-chat", "-system", "--json", "hi")
-    assert bytes(opener.engine.requests[0].prompt).startswith(b"system: --json|")
+    assert bytes(opener.engine.requests[0].prompt[1:]).startswith(b"system: --json|")
 
 
 def test_stop_strings_end_the_text(jitllm: Jitllm, opener: Opener) -> None:
@@ -241,7 +259,7 @@ def test_a_conversation_keeps_its_history(
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     done = jitllm("run", "m.jlm", "-system", "x")
     assert (done.code, done.out) == (0, "Hello, world\nHello, world\n")
-    assert bytes(opener.engine.requests[1].prompt) == (
+    assert bytes(opener.engine.requests[1].prompt[1:]) == (
         b"system: x|user: hi|assistant: Hello, world|user: and?|assistant: "
     )
 

@@ -72,6 +72,16 @@ def test_one_token_has_no_perplexity(jitllm: Jitllm, opener: Opener, tmp_path: P
     (tmp_path / "ids").write_text("[7]")
     report = jitllm("score", "m.jlm", "-ids", tmp_path / "ids", "-json").json
     assert (report["nll"], report["perplexity"]) == ([], None)
+    assert "no perplexity" in jitllm("score", "m.jlm", "-ids", tmp_path / "ids").err
+
+
+def test_logits_into_a_folder_are_refused_first(
+    jitllm: Jitllm, opener: Opener, tmp_path: Path
+) -> None:
+    done = jitllm("score", "m.jlm", "abc", "-out", tmp_path)
+    assert done.code == 2
+    assert f"{tmp_path} is a folder" in done.err
+    assert opener.engine.requests == []
 
 
 def test_ids_of_another_vocabulary_are_refused(

@@ -44,7 +44,7 @@ def test_hardware(jitllm: Jitllm) -> None:
 def test_hardware_says_why_a_tier_is_missing(
     jitllm: Jitllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "cpu_flags", lambda: frozenset({"avx2", "fma", "f16c"}))
+    monkeypatch.setattr(tiers, "cpu_flags", lambda: frozenset(tiers.AVX2.needs))
     out = jitllm("hardware").out
     assert "no: the processor lacks avx_vnni" in out
     assert "yes, and the one that is used" in out

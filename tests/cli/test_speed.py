@@ -55,3 +55,15 @@ def test_what_the_clock_cannot_see_is_refused(
 @pytest.mark.parametrize("args", [("-p", "-1"), ("-r", "0"), ("-p", "0", "-n", "0")])
 def test_nothing_to_measure(jitllm: Jitllm, opener: Opener, args: tuple[str, ...]) -> None:
     assert jitllm("speed", "m.jlm", *args).code == 2
+
+
+@pytest.mark.parametrize(("flag", "most"), [("-p", 16), ("-n", 15)])
+def test_what_the_context_would_cut_short_is_not_measured(
+    jitllm: Jitllm, opener: Opener, flag: str, most: int
+) -> None:
+    opener.engine.context_tokens = 17  # the fake one wants room for a token after the prompt
+    other = ("-n", "0") if flag == "-p" else ("-p", "0")
+    assert jitllm("speed", "m.jlm", flag, str(most), *other, "-r", "1").code == 0
+    done = jitllm("speed", "m.jlm", flag, "18", *other, "-r", "1")
+    assert (done.code, done.out) == (2, "")
+    assert f"lower {flag} or raise -ctx" in done.err

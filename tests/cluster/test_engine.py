@@ -91,6 +91,20 @@ async def test_paging_one_block_at_a_time_changes_nothing(
         assert await bits(remote.engine) == expected
 
 
+async def test_a_budget_that_is_lowered_is_reached_at_once(
+    cluster: Cluster, tiny_model: TinyModel
+) -> None:
+    path = tiny_model("llama")
+    async with opened(path) as embedded:
+        expected = await bits(embedded.engine)
+    async with on_ray(path) as remote:
+        assert await bits(remote.engine) == expected
+        under_way = asyncio.create_task(bits(remote.engine))
+        await asyncio.sleep(0)
+        assert (await remote.engine.set_budget(1)).resident <= 1
+        assert await under_way == expected
+
+
 async def test_refusals_are_those_of_one_process(cluster: Cluster, tiny_model: TinyModel) -> None:
     async with on_ray(tiny_model("llama"), ctx_tokens=8) as remote:
         with pytest.raises(ContextOverflow) as caught:

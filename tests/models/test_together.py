@@ -184,8 +184,7 @@ async def test_who_wants_all_outputs_gets_them_all(tiny_model: TinyModel) -> Non
 
 async def test_choices_of_one_prompt_compute_it_once(tiny_model: TinyModel) -> None:
     choices = [
-        Request(LONG[:130], max_tokens=10, sampling=replace(SEEDED, seed=seed))
-        for seed in range(8)
+        Request(LONG[:130], max_tokens=10, sampling=replace(SEEDED, seed=seed)) for seed in range(8)
     ]
     path = tiny_model("llama")
     async with opened(path, page_size_tokens=16, share_prefixes=False) as model:
@@ -276,9 +275,7 @@ async def test_five_hundred_at_once_are_served_or_refused(tiny_model: TinyModel)
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 24])
-async def test_a_step_holds_as_many_rows_as_was_said(
-    max_batch: int, tiny_model: TinyModel
-) -> None:
+async def test_a_step_holds_as_many_rows_as_was_said(max_batch: int, tiny_model: TinyModel) -> None:
     requests = [Request(LONG[i : i + 5], max_tokens=10) for i in range(24)]
     async with opened(tiny_model("llama"), max_batch=max_batch) as model:
         steps = (await model.engine.stats()).steps

@@ -73,7 +73,7 @@ def test_format_rate() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0.00 us"),
+        (0, "0 s"),
         (0.00085, "850 us"),
         (0.0009999, "1.00 ms"),
         (0.0123, "12.3 ms"),

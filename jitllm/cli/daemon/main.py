@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jitllm.cli import main as jitllm
 
-VERBS = ("serve", "models", "sessions", "place", "stats", "devices", "version")
+VERBS = ("serve", "run", "models", "sessions", "place", "stats", "devices", "version")
 """A module of this package for each, in the order of `jitllmd -help`."""
 
 JITLLMD = jitllm.Program(

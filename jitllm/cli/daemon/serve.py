@@ -16,13 +16,13 @@ import typer
 
 from jitllm import log
 from jitllm.cli.command import AsJson, verb
-from jitllm.cli.daemon.remote import KEY_VARIABLE, split_address
 from jitllm.cli.interrupts import raised
 from jitllm.cli.options import engine_flags
 from jitllm.cli.progress import Progress
 from jitllm.cli.screen import note, print_json
 from jitllm.config import EngineConfig
 from jitllm.errors import JitllmError, UsageError
+from jitllm.remote import KEY_VARIABLE, split_address
 from jitllm.units import format_duration, parse_size
 
 if TYPE_CHECKING:

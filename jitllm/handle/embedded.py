@@ -1,0 +1,159 @@
+"""A handle of an engine that this process opened: its actors live here, or on a cluster.
+
+Knows `compose`, tokenizers and chat templates. Replies are followed by the same code as behind
+HTTP, so that they end in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from jitllm import compose
+from jitllm.api.choices import Choice, pieces
+from jitllm.api.models import Served
+from jitllm.api.sessions import Session, Sessions
+from jitllm.compose import Loaded
+from jitllm.config import EngineConfig
+from jitllm.engine import EngineStats, Pages, Request
+from jitllm.errors import JitllmError, UsageError
+from jitllm.handle.base import (
+    Asked,
+    Conversation,
+    Handle,
+    Prompt,
+    Settings,
+    TextDelta,
+    kind_of,
+    size_of,
+)
+
+_PATIENCE_S = 3600.0
+"""A reply that takes longer for its next token is waited for again."""
+
+
+async def open_here(
+    path: Path,
+    maxmem: str | int | None = None,
+    config: EngineConfig | None = None,
+    *,
+    ray: str | None = None,
+) -> Handle:
+    """Open a container and start an engine for it; see `compose.open_engine`."""
+    config = config or EngineConfig()
+    if maxmem is not None:
+        config = replace(config, maxmem_bytes=size_of(maxmem))
+    loaded = await compose.open_engine(path, config, ray=ray)
+    try:
+        await asyncio.to_thread(loaded.tokenizer.prepare)
+        stats = await loaded.engine.stats()
+        return EmbeddedHandle(loaded, _served(loaded, path, stats.context_tokens))
+    except BaseException:
+        await loaded.close()
+        raise
+
+
+class EmbeddedHandle(Handle):
+    """See `Handle`. loaded: the engine, for what a handle lacks: logits, token by token control."""
+
+    def __init__(self, loaded: Loaded, served: Served) -> None:
+        self.name = served.id
+        self.loaded = loaded
+        self._served = served
+        self._sessions = Sessions()
+        self._is_closed = False
+
+    async def generate(
+        self, prompt: Prompt, **settings: Unpack[Settings]
+    ) -> AsyncGenerator[TextDelta, None]:
+        """See `Handle.generate`."""
+        asked = Asked.of(settings)
+        if self._sessions.get(asked.id) is not None:
+            raise UsageError(f"a reply called {asked.id!r} is under way", "choose another id")
+        with self._sessions.open(
+            self._served, id=asked.id, request_id=asked.id, kind="handle", client=""
+        ) as session:
+            request = await self._request(prompt, asked)
+            choice = Choice(self._served, request, stops=asked.stops)
+            async with aclosing(self._deltas(choice, session)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def stats(self) -> EngineStats:
+        """See `Handle.stats`."""
+        return await self.loaded.engine.stats()
+
+    async def place(self, *, maxmem: str | int) -> Pages:
+        """See `Handle.place`."""
+        return await self.loaded.engine.set_budget(size_of(maxmem))
+
+    async def cancel(self, id: str) -> None:
+        """See `Handle.cancel`."""
+        session = self._sessions.get(id)
+        if session is None:
+            raise JitllmError(f"there is no request {id[:200]!r} under way")
+        session.cancel()
+
+    async def close(self) -> None:
+        """See `Handle.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self.loaded.close()
+
+    async def _request(self, prompt: Prompt, asked: Asked) -> Request:
+        return Request(
+            tuple(await self._ids(prompt)),
+            asked.max_tokens,
+            asked.sampling,
+            frozenset() if asked.ignore_eos else frozenset(self._served.header.stop_ids),
+            priority=asked.priority,
+        )
+
+    async def _ids(self, prompt: Prompt) -> Sequence[int]:
+        turns, text_or_ids = kind_of(prompt)
+        if turns is not None:
+            return await asyncio.to_thread(self._chat_ids, turns)
+        if isinstance(text_or_ids, str):
+            return await asyncio.to_thread(self._served.tokenizer.encode, text_or_ids)
+        return text_or_ids
+
+    def _chat_ids(self, turns: Conversation) -> list[int]:
+        if self._served.chat is None:
+            raise JitllmError(
+                f"{self.name} has no chat template",
+                "give it a text to continue, or convert its source with -chat-template FILE",
+            )
+        return self._served.tokenizer.encode_rendered(self._served.chat.render(turns))
+
+    async def _deltas(self, choice: Choice, session: Session) -> AsyncGenerator[TextDelta, None]:
+        if session.is_cancelled:
+            choice.cancel()
+        async with aclosing(pieces([choice], session, 1, _PATIENCE_S)) as found:
+            async for item in found:
+                if item is None:
+                    continue
+                piece = item[1]
+                delta = TextDelta(session.id, piece.text, piece.ids)
+                if piece.is_last:
+                    usage = replace(choice.costs(), generated_tokens=choice.num_tokens)
+                    delta = replace(delta, finish=choice.finish, usage=usage)
+                yield delta
+
+
+def _served(loaded: Loaded, path: Path, context_tokens: int) -> Served:
+    return Served(
+        id=path.stem,
+        path=path,
+        engine=loaded.engine,
+        tokenizer=loaded.tokenizer,
+        chat=loaded.chat,
+        header=loaded.header,
+        context_tokens=context_tokens,
+        vocab_tokens=loaded.graph.vocab,
+        loaded_at_s=time.time(),
+    )

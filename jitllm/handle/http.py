@@ -1,0 +1,140 @@
+"""A handle of a model that a server has: settings to request bodies, chunks to deltas.
+
+Knows OpenAI's endpoints and our fields in them. Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import fields
+from typing import Any, Unpack
+
+from jitllm.engine import EngineStats, Finish, Pages, Usage
+from jitllm.errors import JitllmError, UsageError
+from jitllm.handle.base import Asked, Handle, Prompt, Settings, TextDelta, kind_of, size_of
+from jitllm.remote import Server, at
+
+_NO_LIMIT = 2**31 - 1
+"""Tokens: what is asked for where a request without a limit would get OpenAI's 16."""
+
+
+async def open_remote(url: str, model: str | None = None, api_key: str = "") -> Handle:
+    """A handle of `model`, or else of the only one that is there."""
+    server = Server(url, api_key)
+    if model is not None:
+        return HttpHandle(server, (await server.get(at("models", model)))["id"])
+    names = [found["id"] for found in (await server.get("models"))["models"]]
+    if len(names) != 1:
+        here = ", ".join(names) or "none"
+        raise UsageError(f"which model of {server.url}?", f"say model=...; loaded: {here}")
+    return HttpHandle(server, names[0])
+
+
+class HttpHandle(Handle):
+    """See `Handle`. Every reply has a connection of its own; closing the handle closes nothing."""
+
+    def __init__(self, server: Server, name: str) -> None:
+        self.name = name
+        self._server = server
+
+    async def generate(
+        self, prompt: Prompt, **settings: Unpack[Settings]
+    ) -> AsyncGenerator[TextDelta, None]:
+        """See `Handle.generate`."""
+        asked = Asked.of(settings)
+        path, body = self._request(prompt, asked)
+        finish: Finish | None = None
+        chunks = self._server.events(path, body, {"x-request-id": asked.id})
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if not chunk["choices"]:
+                    usage, finish = _costs(chunk, finish)
+                    yield TextDelta(asked.id, finish=finish, usage=usage)
+                    return
+                choice = chunk["choices"][0]
+                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                tokens = tuple(choice.get("token_ids") or ())
+                finish = Finish(choice["finish_reason"]) if choice["finish_reason"] else finish
+                if text or tokens:
+                    yield TextDelta(asked.id, text, tokens)
+        raise JitllmError(f"{self._server.url} ended a reply without saying what it cost")
+
+    async def stats(self) -> EngineStats:
+        """See `Handle.stats`."""
+        found: dict[str, Any] = (await self._server.get(at("models", self.name)))["stats"]
+        return EngineStats(pages=_pages(found.pop("pages")), **_known(EngineStats, found))
+
+    async def place(self, *, maxmem: str | int) -> Pages:
+        """See `Handle.place`."""
+        body = {"maxmem": size_of(maxmem)}
+        placed = await self._server.post(at("models", self.name, "placement"), body)
+        return _pages(placed["pages"])
+
+    async def cancel(self, id: str) -> None:
+        """See `Handle.cancel`."""
+        await self._server.post(at("sessions", id, "cancel"))
+
+    async def close(self) -> None:
+        """See `Handle.close`."""
+
+    def _request(self, prompt: Prompt, asked: Asked) -> tuple[str, dict[str, Any]]:
+        """Where to send a request, and what."""
+        turns, text_or_ids = kind_of(prompt)
+        body: dict[str, Any] = {
+            "model": self.name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "ignore_eos": asked.ignore_eos,
+            "jitllm_priority": asked.priority.value,
+            **_sampling(asked),
+        }
+        if asked.stops:
+            body["stop"] = list(asked.stops)
+        if turns is not None:
+            limit = {} if asked.max_tokens is None else {"max_tokens": asked.max_tokens}
+            return "v1/chat/completions", {**body, "messages": [dict(t) for t in turns], **limit}
+        body["max_tokens"] = _NO_LIMIT if asked.max_tokens is None else asked.max_tokens
+        return "v1/completions", {**body, "prompt": text_or_ids}
+
+
+def _sampling(asked: Asked) -> dict[str, Any]:
+    sampling = asked.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repeat_penalty,
+        "repeat_last_n": sampling.repeat_last_n,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "seed": sampling.seed,
+        "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias},
+    }
+
+
+def _costs(chunk: dict[str, Any], finish: Finish | None) -> tuple[Usage, Finish]:
+    """What the last chunk says; a reply that was cancelled has `stopped`, as OpenAI knows it."""
+    usage, about = chunk["usage"], chunk["jitllm"]
+    queued_s, prefill_s = about["queued_ms"] / 1e3, about["prefill_ms"] / 1e3
+    costs = Usage(
+        prompt_tokens=usage["prompt_tokens"],
+        generated_tokens=usage["completion_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        queued_s=queued_s,
+        prefill_s=prefill_s,
+        decode_s=about["decode_ms"] / 1e3,
+        ttft_s=queued_s + prefill_s,
+    )
+    return costs, Finish.CANCELLED if about["cancelled"] else finish or Finish.STOP
+
+
+def _pages(found: dict[str, Any]) -> Pages:
+    return Pages(**_known(Pages, found))
+
+
+def _known(kind: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """Fields that we know: a server of another version may say more."""
+    return {field.name: found[field.name] for field in fields(kind) if field.name in found}
