@@ -9,37 +9,27 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from jitllm.compose import open_engine
-from jitllm.config import EngineConfig
-from jitllm.engine import Request
+import jitllm
 from jitllm.units import format_size
 
 
-async def main(model: Path, prompt: str, max_tokens: int) -> None:
-    """One prompt, one reply; after half of it the engine must do with a third of its blocks."""
-    loaded = await open_engine(model, EngineConfig())
-    try:
-        text = loaded.tokenizer.stream()
-        ids = tuple(loaded.tokenizer.encode(prompt))
-        request = Request(ids, max_tokens=max_tokens, stop_ids=frozenset(loaded.header.stop_ids))
+async def main(path: Path, prompt: str, max_tokens: int) -> None:
+    """One prompt, one reply; after half of it the engine must do with one block at a time."""
+    async with jitllm.connect(path) as model:
         num_tokens = 0
-        async for delta in loaded.engine.generate(request):
-            if delta.error is not None:
-                raise delta.error
-            print(text.feed(delta.tokens), end="", flush=True)
+        async for delta in model.generate(prompt, max_tokens=max_tokens):
+            print(delta.text, end="", flush=True)
+            was_first_half = num_tokens < max_tokens // 2
             num_tokens += len(delta.tokens)
-            if num_tokens == max_tokens // 2:
-                pages = (await loaded.engine.stats()).pages
-                largest = max(extent.length for extent in loaded.header.blocks)
-                await loaded.engine.set_budget(pages.fixed_bytes + pages.blocks // 3 * largest)
-        print(text.flush())
-        pages = (await loaded.engine.stats()).pages
+            if was_first_half and num_tokens >= max_tokens // 2:
+                fixed_bytes = (await model.stats()).pages.fixed_bytes
+                await model.place(maxmem=fixed_bytes + 1)
+        print()
+        pages = (await model.stats()).pages
         print(
             f"{pages.resident} of {pages.blocks} blocks resident, {pages.page_ins} page-ins, "
             f"{format_size(pages.bytes_read)} read under {format_size(pages.budget_bytes)}"
         )
-    finally:
-        await loaded.close()
 
 
 if __name__ == "__main__":

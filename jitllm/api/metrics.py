@@ -144,6 +144,7 @@ _GAUGES = (
     ("jitllm_blocks_resident", "Blocks in memory", _Read("pages.resident")),
     ("jitllm_frames", "Blocks that the budget holds", _Read("pages.frames")),
     ("jitllm_kv_bytes", "Keys and values", _Read("kv_bytes")),
+    ("jitllm_kv_idle_bytes", "Keys and values kept for prompts to come", _Read("kv_idle_bytes")),
     ("jitllm_mem_cache_bytes", "Keys and values kept of prefixes", _Read("kv_idle_bytes")),
     ("jitllm_scratch_bytes", "Scratch memory", _Read("scratch_bytes")),
     ("jitllm_threads", "Threads that compute", _Read("threads")),

@@ -39,21 +39,22 @@ def cache(
     from jitllm.jit.cache import ObjectCache, default_directory
 
     objects = ObjectCache(default_directory())
+    where = objects.directory or "no directory: set $XDG_CACHE_HOME"
     num_entries, size_bytes = len(objects.entries()), objects.size_bytes()
     num_removed = objects.clear() if action is Action.CLEAR else 0
     if json:
         print_json(
             {
-                "directory": str(objects.directory),
+                "directory": None if objects.directory is None else str(objects.directory),
                 "entries": num_entries - num_removed,
                 "bytes": objects.size_bytes(),
                 "removed": num_removed,
             }
         )
     elif action is Action.CLEAR:
-        say(f"removed {num_removed} kernels, {format_size(size_bytes)}, from {objects.directory}\n")
+        say(f"removed {num_removed} kernels, {format_size(size_bytes)}, from {where}\n")
     else:
-        say(f"{num_entries} kernels, {format_size(size_bytes)}, in {objects.directory}\n")
+        say(f"{num_entries} kernels, {format_size(size_bytes)}, in {where}\n")
     return 0
 
 

@@ -58,10 +58,11 @@ def convert(
     ] = False,
     json: AsJson = False,
 ) -> int:
-    """Convert a model: the same weights, laid out for paging, with tokenizer and chat templates.
+    """Convert a GGUF file to a container.
 
-    Nothing is lost and nothing is computed. What stood at OUT.jlm stays until its successor is
-    complete. A conversion that was interrupted goes on where it stopped when it is started again.
+    It holds the same weights, laid out for paging, with tokenizer and chat templates. Nothing is
+    lost and nothing is computed. What stood at OUT.jlm stays until its successor is complete. A
+    conversion that was interrupted goes on where it stopped when it is started again.
     """
     from jitllm.formats import convert as conversion
     from jitllm.text.tokenizer import VocabularyData

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -21,10 +22,10 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def hardware(*, json: AsJson = False) -> int:
-    """Describe the machine: processor, instruction sets and why some are missing, cores and the
-    quota on them, the memory budget and where it comes from, huge pages.
+    """Describe the machine, and what would be used of it.
 
-    Nothing is measured.
+    Processor, instruction sets and why some are missing, cores and the quota on them, the memory
+    budget and where it comes from, huge pages. Nothing is measured.
     """
     found = _probe()
     if json:
@@ -44,7 +45,9 @@ def hardware(*, json: AsJson = False) -> int:
                 f"{_size(memory['total_bytes'])}",
                 "budget": f"{memory['explanation']}; -maxmem changes it",
                 "huge pages": found["huge_pages"] or "the kernel does not tell",
-                "kernel cache": f"{cache['directory']}, {format_size(cache['free_bytes'])} free",
+                "kernel cache": f"{cache['directory']}, {_size(cache['free_bytes'])} free"
+                if cache["directory"]
+                else "none: there is no home; $XDG_CACHE_HOME may name a folder",
             }
         )
         + "\n"
@@ -76,7 +79,10 @@ def _probe() -> dict[str, Any]:
             "explanation": host.explanation,
         },
         "huge_pages": _huge_pages(),
-        "cache": {"directory": str(directory), "free_bytes": _free_bytes(directory)},
+        "cache": {
+            "directory": None if directory is None else str(directory),
+            "free_bytes": None if directory is None else _free_bytes(directory),
+        },
     }
 
 
@@ -117,9 +123,12 @@ def _huge_pages() -> str | None:
     return next((word.strip("[]") for word in text.split() if word.startswith("[")), None)
 
 
-def _free_bytes(directory: Path) -> int:
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    return shutil.disk_usage(there).free
+def _free_bytes(directory: Path) -> int | None:
+    """Of the disk that the folder is on or will be; None where we may not look."""
+    for path in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(path).free
+    return None
 
 
 def _size(num_bytes: int | None) -> str:

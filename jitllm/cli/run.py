@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jitllm.cli import report
 from jitllm.cli.asking import Asked, chat_ids, text_ids, user
@@ -16,9 +15,6 @@ from jitllm.cli.reply import Reply
 from jitllm.cli.screen import note, print_json, say
 from jitllm.config import EngineConfig
 from jitllm.errors import UsageError
-
-if TYPE_CHECKING:
-    from jitllm.compose import Loaded
 
 EXAMPLES = """
     jitllm run model.jlm "The capital of France is"

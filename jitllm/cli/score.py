@@ -71,8 +71,9 @@ def score(
     json: AsJson = False,
     config: EngineConfig,
 ) -> int:
-    """Score a text: the negative log-likelihood of every token after the first, and perplexity.
+    """Say how likely a text is, token by token.
 
+    That is the negative log-likelihood of every token after the first, and perplexity.
     The text is the words after the model, or -f FILE, or what is piped in, byte for byte; with
     -ids it is token ids, and nothing is added to them. The logits of a position are about the
     token after it.

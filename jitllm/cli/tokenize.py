@@ -37,8 +37,9 @@ def tokenize(
     ] = False,
     json: AsJson = False,
 ) -> int:
-    """Show the tokens of a text: how many, their ids, and the piece that each stands for.
+    """Show the tokens of a text.
 
+    How many there are, their ids, and the piece that each stands for.
     The text is the words after the model, or -f FILE, or what is piped in, byte for byte.
     """
     given = given_text(text, file, keep_newline=True)

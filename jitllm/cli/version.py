@@ -17,7 +17,7 @@ EXAMPLES = """
 
 
 def version(*, json: AsJson = False) -> int:
-    """Print the version of jitllm, of Python, and of the compiler's binding."""
+    """Print the versions of jitllm, Python and llvmlite."""
     found = {
         "version": __version__,
         "python": platform.python_version(),

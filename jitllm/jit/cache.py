@@ -22,10 +22,16 @@ from jitllm.kernels.op import KernelSpec
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def default_directory() -> Path:
-    """`$XDG_CACHE_HOME/jitllm` or `~/.cache/jitllm`."""
+def default_directory() -> Path | None:
+    """`$XDG_CACHE_HOME/jitllm` or `~/.cache/jitllm`; None for a user without a home.
+
+    Nothing else will do: code from a folder that others may write to is not ours to run.
+    """
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "jitllm"
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "jitllm"
+    except RuntimeError:
+        return None
 
 
 @cache

@@ -51,6 +51,8 @@ def joined(chunks: list[Any]) -> list[dict[str, Any]]:
         assert whole["finish_reason"] is None
         whole["message"]["content"] += delta.get("content", "")
         whole["finish_reason"] = part["finish_reason"]
+        if "token_ids" in part:
+            whole.setdefault("token_ids", []).extend(part["token_ids"])
         if part["logprobs"]:
             whole["logprobs"] = whole["logprobs"] or {"content": [], "refusal": None}
             whole["logprobs"]["content"] += part["logprobs"]["content"]
@@ -91,6 +93,7 @@ async def test_a_conversation_goes_through_the_template(
         {"logprobs": True, "top_logprobs": 2},
         {"logprobs": True, "stop": "wor"},
         {"n": 3, "temperature": 1, "seed": 5},
+        {"return_token_ids": True, "max_tokens": 5},
     ],
 )
 async def test_a_stream_says_the_same_as_a_whole_reply(

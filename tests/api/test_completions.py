@@ -38,6 +38,8 @@ def joined(chunks: list[Any]) -> list[dict[str, Any]]:
             assert whole["finish_reason"] is None
             whole["text"] += part["text"]
             whole["finish_reason"] = part["finish_reason"]
+            if "token_ids" in part:
+                whole.setdefault("token_ids", []).extend(part["token_ids"])
             for name, values in (part["logprobs"] or {}).items():
                 whole["logprobs"] = whole["logprobs"] or {}
                 whole["logprobs"].setdefault(name, []).extend(values)
@@ -83,6 +85,7 @@ async def test_a_reply_says_what_it_cost(client: httpx.AsyncClient, engine: Fake
         {"prompt": [[65, 66], [67]], "echo": True, "logprobs": 1},
         {"prompt": [72, 105]},
         {"ignore_eos": True, "max_tokens": 20, "logprobs": 1},
+        {"return_token_ids": True, "n": 2, "stop": "wor"},
     ],
 )
 async def test_a_stream_says_the_same_as_a_whole_reply(
@@ -97,6 +100,19 @@ async def test_a_stream_says_the_same_as_a_whole_reply(
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert "seeds" in chunks[-1]["jitllm"]
     assert engine.running == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_are_told_to_those_who_ask(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.says = "a\N{GRINNING FACE}b".encode()
+    more = {"stream": stream, "max_tokens": 3}
+    reply = await ask(client, return_token_ids=True, **more)
+    [choice] = joined(reply) if stream else reply["choices"]
+    assert choice["token_ids"] == list(engine.says[:3])
+    reply = await ask(client, **more)
+    assert "token_ids" not in (joined(reply) if stream else reply["choices"])[0]
 
 
 async def test_without_include_usage_the_last_chunk_tells_where_it_ran(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def test_info_has_every_key(jitllm: Jitllm, model: Path) -> None:
 def test_info_in_words(jitllm: Jitllm, model: Path) -> None:
     out = jitllm("info", model).out
     assert "architecture    llama\n" in out
+    assert re.search(r"\nsource size +[0-9.]+ MiB\n", out)
     assert "rope.freq_base" not in out
     assert "rope.freq_base" in jitllm("info", model, "-kv").out
 

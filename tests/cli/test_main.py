@@ -38,6 +38,7 @@ def test_help_lists_the_verbs(jitllm: Jitllm, flag: str) -> None:
     done = jitllm(flag)
     assert done.code == 0
     assert all(f"  {verb} " in done.out for verb in VERBS)
+    assert "..." not in done.out.partition("Commands:")[2], "a summary does not fit its line"
 
 
 @pytest.mark.parametrize("verb", VERBS)

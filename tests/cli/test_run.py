@@ -106,9 +106,7 @@ def test_a_tight_budget_is_announced(jitllm: Jitllm, opener: Opener) -> None:
 
 
 @pytest.mark.parametrize(("flag", "field"), [("-top-p", "top_p"), ("-temp", "temperature")])
-def test_zero_is_a_value_like_others(
-    jitllm: Jitllm, opener: Opener, flag: str, field: str
-) -> None:
+def test_zero_is_a_value_like_others(jitllm: Jitllm, opener: Opener, flag: str, field: str) -> None:
     jitllm("run", "m.jlm", flag, "0", "hi")
     assert getattr(opener.engine.requests[0].sampling, field) == 0
 

@@ -86,3 +86,22 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away(
     err = capsys.readouterr().err
     assert "compiling kernels" in err
     assert "10/10" in err or "9/10" in err
+
+
+@pytest.mark.parametrize("flags", [(), ("-json",)])
+@pytest.mark.parametrize("verb", ["cache", "hardware"])
+def test_a_user_without_a_home_has_no_cache(
+    jitllm: Jitllm, monkeypatch: pytest.MonkeyPatch, verb: str, flags: tuple[str, ...]
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    done = jitllm(verb, *flags)
+    assert done.code == 0
+    if flags:
+        found = done.json.get("cache", done.json)
+        assert found["directory"] is None
+    else:
+        assert "$XDG_CACHE_HOME" in done.out

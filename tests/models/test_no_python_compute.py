@@ -153,8 +153,9 @@ def test_calls_of_a_token_do_not_depend_on(what: str, page_size_tokens: int, fol
         for shape in (SMALL, LARGER[what])
     )
     print(f"{median(small)} calls a token, and {median(larger)}")
-    # Wake-ups of the event loop fall together now and then; a call a block would be 30 more.
-    assert abs(median(larger) - median(small)) <= 15
+    # Wake-ups of the event loop fall together now and then, 20 calls each; a call a block would be
+    # 30 more.
+    assert abs(median(larger) - median(small)) <= 25
 
 
 # --- what is left behind -------------------------------------------------------------------------

@@ -18,3 +18,22 @@ def test_importing_the_package_loads_nothing_else() -> None:
 
 def test_the_ground_floor_needs_nothing_that_is_installed() -> None:
     assert run("import jitllm.config, jitllm.errors, jitllm.log, jitllm.units") == []
+
+
+def test_a_client_of_a_server_needs_nothing_that_is_installed() -> None:
+    assert run("import jitllm; jitllm.connect; import jitllm.handle.http, jitllm.remote") == []
+
+
+def test_what_is_handed_out_is_there() -> None:
+    import jitllm
+
+    assert all(hasattr(jitllm, name) for name in jitllm.__all__)
+    assert not hasattr(jitllm, "nothing")
+
+
+def test_a_handle_needs_no_package_of_the_server() -> None:
+    blocked = ("fastapi", "starlette", "uvicorn", "pydantic", "httpx", "ray")
+    program = (
+        f"import sys; sys.modules |= dict.fromkeys({blocked!r}); import jitllm.handle.embedded"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -1,0 +1,81 @@
+"""docs/messages.md names every message, with its receiver, its senders and its replies."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from actors import messages
+from actors.actor import Message
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "messages.md").read_text()
+RECEIVERS = {
+    "scheduler": messages.SchedulerMessage,
+    "device": messages.DeviceMessage,
+    "pager": messages.PagerMessage,
+}
+SENDERS = {"client": "client", "scheduler": "scheduler", "device": "device", "pager": "pager"}
+SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks for what it needs
+ALL = {
+    kind
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+}
+
+
+def rows(receiver: str) -> dict[str, tuple[set[str], set[str]]]:
+    """The table of a receiver: message to (senders, replies)."""
+    section = next(s for s in TEXT.split("\n## ") if re.match(rf"To (the|a) {receiver}\n", s))
+    found = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*)\|", section, re.MULTILINE)
+    return {
+        name: (set(re.findall(r"\w+", senders)), set(re.findall(r"`(\w+)`", replies)))
+        for name, senders, replies in found
+    }
+
+
+def replies_of(kind: Any) -> set[str]:
+    """What `ask` gets back, by name."""
+    [reply] = get_args(kind.__orig_bases__[0])
+    kinds = get_args(reply) or (reply,)
+    return {kind.__name__ for kind in kinds if kind not in (None, type(None))}
+
+
+def made_by() -> dict[str, set[str]]:
+    """Message to those whose code makes it."""
+    found: dict[str, set[str]] = {kind.__name__: set() for kind in ALL}
+    for module, sender in SENDERS.items():
+        for node in ast.walk(ast.parse((ROOT / "actors" / f"{module}.py").read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                found.get(node.func.id, set()).add(sender)
+    return found
+
+
+@pytest.mark.parametrize("receiver", RECEIVERS)
+def test_every_message_stands_with_its_receiver_and_its_replies(receiver: str) -> None:
+    expected = {kind.__name__: replies_of(kind) for kind in get_args(RECEIVERS[receiver])}
+    assert {name: replies for name, (_, replies) in rows(receiver).items()} == expected
+
+
+def test_every_message_has_a_receiver() -> None:
+    assert {kind for union in RECEIVERS.values() for kind in get_args(union)} == ALL
+
+
+def test_senders_are_those_whose_code_makes_the_message() -> None:
+    told = {
+        name: senders for receiver in RECEIVERS for name, (senders, _) in rows(receiver).items()
+    }
+    assert told == made_by()
+
+
+def test_everything_in_the_module_is_named() -> None:
+    kinds = [
+        name
+        for name, kind in vars(messages).items()
+        if isinstance(kind, type) and kind.__module__ == messages.__name__
+    ]
+    assert [name for name in kinds if not re.search(rf"\b{name}\b", TEXT)] == []
