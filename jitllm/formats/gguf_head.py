@@ -32,6 +32,7 @@ MAX_DEPTH = 4
 MAX_DIMS = 4
 
 _MAGIC = b"GGUF"
+_CUT = "the file is damaged or was not fetched completely"
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 
@@ -47,10 +48,6 @@ class GgufTensor:
     offset: int
     """Absolute, in bytes, in the file `path`."""
     path: Path
-
-    @property
-    def num_weights(self) -> int:
-        return math.prod(self.shape)
 
     @property
     def num_rows(self) -> int:
@@ -122,15 +119,15 @@ class _Head:
     def bytes_left(self) -> int:
         return self.file_bytes - self.offset
 
-    def fail(self, problem: str) -> NoReturn:
-        raise BadSource(self.path, f"{problem} (at byte {self.offset})")
+    def fail(self, problem: str, remedy: str = "") -> NoReturn:
+        raise BadSource(self.path, f"{problem} (at byte {self.offset})", remedy)
 
     def need(self, num_bytes: int, what: str) -> None:
         """Have the next `num_bytes` in the window."""
         if self.at + num_bytes <= len(self.window):
             return
         if num_bytes > self.bytes_left:
-            self.fail(f"{what} needs {num_bytes} bytes and {self.bytes_left} are left")
+            self.fail(f"{what} needs {num_bytes} bytes and {self.bytes_left} are left", _CUT)
         if self.offset + num_bytes > MAX_HEAD_BYTES:
             self.fail(f"{what} makes its header larger than {MAX_HEAD_BYTES >> 20} MiB")
         self.window_offset, rest = self.offset, self.window[self.at :]
@@ -151,7 +148,7 @@ class _Head:
         if number > most:
             self.fail(f"{number} {what}; {most} is the most that makes sense")
         if number * min_bytes > self.bytes_left:
-            self.fail(f"{number} {what} do not fit into the {self.bytes_left} bytes left")
+            self.fail(f"{number} {what} do not fit into the {self.bytes_left} bytes left", _CUT)
         return number
 
     def values(self, min_bytes: int, what: str) -> int:
@@ -312,7 +309,7 @@ def _check_extent(head: _Head, tensor: GgufTensor) -> None:
             head.path,
             f"tensor {shown(tensor.name)} lies at [{tensor.offset}, {tensor.offset + size}), "
             f"beyond the end of the file at {head.file_bytes}",
-            "the file is damaged or was not fetched completely",
+            _CUT,
         )
 
 

@@ -25,6 +25,7 @@ EXTENT_ALIGNMENT = 4096
 TENSOR_ALIGNMENT = 64
 MAX_HEADER_BYTES = 256 << 20
 MAX_DIM = 1 << 31
+MAX_BYTES = 1 << 63
 
 PROLOGUE = struct.Struct("<8sIIQQ")
 """Magic, version, zero, bytes of the msgpack that follows, xxh3 of all this before it and of it."""
@@ -336,8 +337,8 @@ class _Decoder:
             self.number(rows, f"the rows of {role}", MAX_DIM),
             self.number(cols, f"the columns of {role}", MAX_DIM),
             dense,
-            self.number(offset, f"the offset of {role}", self.file_bytes),
-            self.number(size, f"the size of {role}", self.file_bytes),
+            self.number(offset, f"the offset of {role}", MAX_BYTES),
+            self.number(size, f"the size of {role}", MAX_BYTES),
         )
 
     # --- what must hold between them ----------------------------------------------------------

@@ -182,10 +182,6 @@ class Value:
         """Inequality, lane by lane."""
         return self._cmp("!=", other)
 
-    def ult(self, other: Value | int) -> Value:
-        """Unsigned less-than."""
-        return Value(self.k, self.k.b.icmp_unsigned("<", self.ir, self._other(other)))
-
     def __getitem__(self, lane: int | Value) -> Value:
         index = lane.ir if isinstance(lane, Value) else ir.Constant(i32, lane)
         return Value(self.k, self.k.b.extract_element(self.ir, index))
@@ -214,10 +210,6 @@ class Value:
     def to_single(self) -> Value:
         """f64 to f32 (round to nearest even)."""
         return self._to("fptrunc", f32)
-
-    def to_int(self) -> Value:
-        """Float to i32, towards zero. The value must be in range."""
-        return self._to("fptosi", i32)
 
     def to_long(self) -> Value:
         """Float to i64, towards zero. The value must be in range."""
@@ -408,11 +400,6 @@ class Kernel:
         bits = self.select(is_special, special, magnitude.as_i32())
         return (bits | ((h & 0x8000) << 16)).as_f32()
 
-    def load_bf16(self, address: Value, lanes: int = LANES) -> Value:
-        """bf16 lanes widened to f32."""
-        kind = vec(i16, lanes) if lanes > 1 else i16
-        return (self.load(address, kind).zext(i32) << 16).as_f32()
-
     def store_f16(self, value: Value, address: Value) -> None:
         """f32 lanes (or a scalar) rounded to f16, nearest even; overflow becomes infinity."""
         if self.tier.f16c:
@@ -579,10 +566,6 @@ class Kernel:
         y = self.fma(exponent, self.const(0.693359375, x.type), r + tail)
         y = self.select(x < 2.0**-126, self.const(float("-inf"), x.type), y)
         return self.select(x < float("inf"), y, x)
-
-    def popcount(self, v: Value) -> Value:
-        """Number of one bits of an integer."""
-        return Value(self, self.b.ctpop(v.ir))
 
     def trailing_zeros(self, v: Value) -> Value:
         """Number of zero bits below the lowest one; the width of the integer where it is 0."""

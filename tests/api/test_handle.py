@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -283,3 +285,38 @@ def test_a_command_line_without_a_prompt_or_a_model(
     ):
         assert main(["run", "-addr", server.url, *args]) == code
         assert said in capsys.readouterr().err
+
+
+async def test_ctrl_c_hangs_up_and_leaves_what_came() -> None:
+    chunk = {"choices": [{"index": 0, "text": "so far", "token_ids": [5], "finish_reason": None}]}
+    event = f"data: {json.dumps(chunk)}\n\n".encode()
+    has_gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        is_listing = head.startswith(b"GET")
+        body = b'{"id": "m"}' if is_listing else event
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+        await writer.drain()
+        while not is_listing and await reader.read(1000):
+            pass
+        writer.close()
+        if not is_listing:
+            has_gone.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "jitllm.cli.daemon.main", "run", "-model", "m"),
+            *("-addr", f":{port}", "hello"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            assert await process.stdout.readexactly(6) == b"so far"
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+            await has_gone.wait()
+    assert (process.returncode, out) == (130, b"\n")
+    assert b"cancelled after 1 tokens" in err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,12 @@ def test_hardware(jitllm: Jitllm) -> None:
     assert report["memory"]["budget_bytes"] <= report["memory"]["usable_bytes"]
     out = jitllm("hardware").out
     assert f"tier {report['tier']}" in out
-    assert report["memory"]["explanation"] in out
+    assert _unmeasured(report["memory"]["explanation"]) in _unmeasured(out)
+
+
+def _unmeasured(text: str) -> str:
+    """Without sizes: what is available changes from one moment to the next."""
+    return re.sub(r"[\d.]+ [KMGT]iB", "SIZE", text)
 
 
 def test_hardware_says_why_a_tier_is_missing(

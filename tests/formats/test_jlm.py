@@ -236,6 +236,18 @@ def test_a_short_file_is_refused(tmp_path: Path, size: int) -> None:
     refusal(path)
 
 
+def test_a_file_cut_behind_its_header_says_how_long_it_is(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tiny_model("llama")
+    with Container.open(source) as container:
+        header = container.header
+    path, whole = tmp_path / "x.jlm", source.read_bytes()
+    for size in (header.dense.end - 1, header.dense.end, header.blocks[1].offset, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert f"and the file at {size}; convert its source again" in refusal(path)
+
+
 def test_a_gguf_file_is_refused_with_the_command(tmp_path: Path) -> None:
     path = tmp_path / "my model.gguf"
     path.write_bytes(b"GGUF" + bytes(100))

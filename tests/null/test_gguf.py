@@ -200,6 +200,15 @@ def test_all_arrays_share_one_allowance(tmp_path: Path, monkeypatch: pytest.Monk
     assert "header larger than" in refused(tmp_path, big)
 
 
+def test_a_file_cut_anywhere_was_not_fetched_completely(tmp_path: Path) -> None:
+    metadata = {"a": "text", "b": numbers(4, [1, 2, 3]), "c": strings(["x", "yy"])}
+    whole = gguf_bytes(metadata, {"t": ROWS})
+    with open_bytes(tmp_path, whole) as file:
+        end = file.tensors["t"].offset + file.tensors["t"].size_bytes
+    for size in range(8, end):
+        assert "was not fetched completely" in refused(tmp_path, whole[:size])
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "none.gguf", "No such file"),

@@ -16,12 +16,13 @@ from jitllm.cli.daemon.remote import DEFAULT_ADDRESS, Address, ApiKey
 from jitllm.cli.interrupts import finished
 from jitllm.cli.options import Chat, TextFile, Words, given_text, reply_flags
 from jitllm.cli.screen import note, print_json, say
+from jitllm.engine import Finish
 from jitllm.errors import UsageError
 from jitllm.remote import base_url
 from jitllm.units import format_duration, format_rate
 
 if TYPE_CHECKING:
-    from jitllm.engine import Finish, Usage
+    from jitllm.engine import Usage
     from jitllm.handle import Handle
     from jitllm.handle.base import Prompt
 
@@ -50,7 +51,7 @@ def run(
     """Let a server continue a text or answer a question.
 
     The prompt is the words, or -f FILE, or what is piped in. Text goes to stdout as it comes, what
-    it cost to stderr. Ctrl-C cancels the reply and still reports.
+    it cost to stderr. Ctrl-C cancels the reply.
     """
     text = given_text(prompt, file, keep_newline=False)
     if text is None:
@@ -101,7 +102,10 @@ async def _run(
     finally:
         if reply.text and not json:
             say("\n")
-    if reply.usage is not None:
+    if not is_finished:
+        reply.finish = Finish.CANCELLED
+        note(f"cancelled after {len(reply.ids)} tokens")
+    elif reply.usage is not None:
         note(_costs(reply.usage))
     if json:
         print_json(
