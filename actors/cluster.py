@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -26,8 +27,12 @@ from typing import Any, Self
 import psutil
 import ray
 
-from jitllm.errors import JitllmError, one_line
+from jitllm.errors import JitllmError, UsageError, one_line, shown
 from jitllm.log import logger
+
+REMEDY = "start one with `ray start --head`, or let one be started: -ray local"
+REACH_S = 5.0
+"""How long an address may take to answer."""
 
 OBJECT_STORE_BYTES = 100 << 20
 """Ray's own messages only: weights, KV and hidden states never lie in the object store."""
@@ -124,19 +129,35 @@ def _join(how: str, dashboard: bool) -> str:
             "_system_config": {"worker_niceness": 0},
         }
     else:
+        _check_address(how)
         options["address"] = how
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
     _redirect_prints()
     try:
         with _own_signals():
             url = ray.init(**options).dashboard_url
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        _remove_own_folder()
-        raise JitllmError(
-            f"no Ray cluster (-ray {how}): {error}",
-            "start one with `ray start --head`, or let one be started: -ray local",
-        ) from error
+    except Exception as error:  # whatever it is, there is no cluster
+        _leave()
+        is_nowhere = how == "auto" and isinstance(error, ConnectionError)
+        why = "none runs on this machine" if is_nowhere else str(error).partition("\n")[0]
+        raise JitllmError(f"no Ray cluster (-ray {how}): {why}", REMEDY) from error
     return f"http://{url}" if url else ""
+
+
+def _check_address(address: str) -> None:
+    """Raises when nobody is there: Ray takes 40 s and a page of its own log to notice."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise UsageError(
+            f"-ray {shown(address)}: that is no address of a Ray cluster",
+            "write HOST:PORT (of `ray start --head`, port 6379), local or auto",
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise JitllmError(f"no Ray cluster answers at {shown(address)}: {error}", REMEDY) from error
 
 
 def _redirect_prints() -> None:

@@ -111,7 +111,7 @@ class Locate(Message[Located]):
 
 @dataclass(frozen=True, slots=True)
 class Reserve(Message[Reserved]):
-    """Set what `name` (KV, scratch) takes of the budget; blocks give way to it.
+    """Set what `name` (KV, scratch) takes of the budget, 0 for nothing; blocks give way to it.
 
     Never refused: `over_budget_bytes` tells what it came to.
     """
@@ -120,14 +120,6 @@ class Reserve(Message[Reserved]):
     num_bytes: int
     device: str = ""
     """Who needs it: names of two devices are two names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unreserve(Message[Reserved]):
-    """`name` takes nothing any more."""
-
-    name: str
-    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +144,7 @@ class PagerStatsRequest(Message[PagerStats]):
     """Say what is held and what was done."""
 
 
-PagerMessage = (
-    Acquire | Release | Locate | Reserve | Unreserve | Forget | SetBudget | PagerStatsRequest
-)
+PagerMessage = Acquire | Release | Locate | Reserve | Forget | SetBudget | PagerStatsRequest
 
 # ----------------------------------------------------------------------------------------- device
 

@@ -31,7 +31,6 @@ from actors.messages import (
     Reserve,
     Reserved,
     SetBudget,
-    Unreserve,
 )
 from jitllm.config import ReadAhead
 from jitllm.devices.memory import Memory
@@ -130,8 +129,6 @@ class Pager(Actor):
                 return self._weights_located()
             case Reserve():
                 return self._reserve(message.device, message.name, message.num_bytes)
-            case Unreserve():
-                return self._reserve(message.device, message.name, 0)
             case Forget():
                 self._forget(message.device)
                 return None

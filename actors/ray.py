@@ -40,6 +40,9 @@ SWITCH_INTERVAL_S = 0.0005
 MAX_RESTARTS = 32
 """Deaths after which an actor stays dead: it will hardly have been chance."""
 
+FORGET_S = 5.0
+"""How long a cluster may take to forget the name of an actor that has ended."""
+
 _MAX_CALLS = 10_000
 """Calls through Ray that an actor holds at once: everyone who waits for an answer holds one."""
 _MAX_UNANSWERED = 256
@@ -136,6 +139,7 @@ class RayRuntime:
         finally:
             ray.kill(handle)
             self._neighbours.forget(name)
+        await _until_free(_full_name(self._prefix, name))
 
     async def __aenter__(self) -> Self:
         return self
@@ -241,6 +245,15 @@ class _Neighbours:
 
 def _full_name(prefix: str, name: str) -> str:
     return prefix + name.replace(" ", ":")
+
+
+async def _until_free(full_name: str) -> None:
+    """Wait until the cluster has forgotten a name: a model may come back under it at once."""
+    with contextlib.suppress(ValueError, TimeoutError):
+        async with asyncio.timeout(FORGET_S):
+            while True:
+                ray.get_actor(full_name, namespace=NAMESPACE)
+                await asyncio.sleep(0.01)
 
 
 def _own_node() -> str:

@@ -7,8 +7,8 @@ container's header and its dense region, compiles what the cache lacks, and star
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from jitllm.models.registry import graph_of
 from jitllm.schedule.plan import Budget
 
 if TYPE_CHECKING:
+    from actors.cluster import Cluster
     from actors.ray import RayRuntime
     from jitllm.text.chat import ChatTemplate
     from jitllm.text.tokenizer import Tokenizer
@@ -110,6 +111,30 @@ def resolve_config(config: EngineConfig) -> ResolvedConfig:
         choose(config.tier)  # says why, when this machine cannot
     probe = Probe(num_cores=default_threads(), memory_bytes=memory.memory_bytes, tiers=tiers)
     return resolve(config, probe)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A Ray cluster that this process is part of.
+
+    how: local, auto or where it is, as `open_engine` wants it. address: for others who join, and
+    for `ray list actors --address`. dashboard: URL of its pages; empty if there are none.
+    """
+
+    how: str
+    address: str
+    dashboard: str
+
+
+@contextmanager
+def joined(how: str) -> Iterator[Joined]:
+    """Be part of a Ray cluster, for all engines that are opened with the same `ray` meanwhile.
+
+    Each of them joins by itself; who opens several joins before the first and leaves after the
+    last, so that they share one. Raises `JitllmError` when there is no cluster, or no Ray.
+    """
+    with _cluster(how) as cluster:
+        yield Joined(how, cluster.address, cluster.dashboard)
 
 
 async def open_engine(
@@ -192,16 +217,21 @@ async def open_engine(
 @asynccontextmanager
 async def _on_ray(how: str, model: str) -> AsyncIterator[RayRuntime]:
     """A runtime on a cluster, which is left at the end."""
+    with _cluster(how) as cluster:
+        from actors.ray import RayRuntime
+
+        async with RayRuntime(cluster, model) as runtime:
+            yield runtime
+
+
+def _cluster(how: str) -> Cluster:
     try:
         from actors.cluster import Cluster
-        from actors.ray import RayRuntime
     except ModuleNotFoundError as error:
         raise JitllmError(
             f"-ray {how} needs {error.name}", "install it: pip install 'jitllm[ray]'"
         ) from error
-    with Cluster(how) as cluster:
-        async with RayRuntime(cluster, model) as runtime:
-            yield runtime
+    return Cluster(how)
 
 
 def _check_actors() -> None:

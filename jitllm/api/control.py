@@ -188,6 +188,7 @@ def _model(service: Service, served: Served) -> Plain:
         "loaded_at_s": served.loaded_at_s,
         "sessions": len(service.sessions.list(served.id)),
         "where": dict(served.where),
+        "notes": list(served.notes),
     }
 
 

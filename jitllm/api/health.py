@@ -32,7 +32,8 @@ async def healthz(request: Request) -> JSONResponse:
     states = {served.id: await pulse.state(served) for served in service.models.list()}
     is_well = all(state == "ok" for state in states.values()) and not service.is_draining
     status = "ok" if is_well else "draining" if service.is_draining else "failing"
-    body: dict[str, Any] = {"status": status, "models": states}
+    notes = dict.fromkeys(note for served in service.models.list() for note in served.notes)
+    body: dict[str, Any] = {"status": status, "models": states, "notes": list(notes)}
     return JSONResponse(body, 200 if is_well else 503)
 
 

@@ -26,7 +26,7 @@ class Served:
     id, aliases: what requests call it. chat: None for a base model. context_tokens: longest
     history. vocab_tokens: ids below it may be in a prompt. loaded_at_s: unix time. max_together:
     sequences of one request that are submitted together. where: what a reply says about the place
-    that it was computed at.
+    that it was computed at. notes: what about that place makes replies slower than they could be.
     """
 
     id: str
@@ -41,6 +41,7 @@ class Served:
     aliases: tuple[str, ...] = ()
     max_together: int = 16
     where: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

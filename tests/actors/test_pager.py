@@ -27,7 +27,6 @@ from actors.messages import (
     Release,
     Reserve,
     SetBudget,
-    Unreserve,
 )
 from actors.pager import Pager
 from jitllm.devices.memory import HostMemory, round_up
@@ -218,8 +217,8 @@ async def test_a_reservation_makes_blocks_give_way(container: FakeContainer) -> 
         assert (await stats(pager)).resident == 7
         assert (await pager.ask(Reserve("kv", 4 * BLOCK))).frames == 8  # set, not added
         assert (await pager.ask(Reserve("scratch", 12 * BLOCK))).over_budget_bytes == 5 * BLOCK
-        await pager.ask(Unreserve("scratch"))
-        assert (await pager.ask(Unreserve("kv"))).frames == 12
+        await pager.ask(Reserve("scratch", 0))
+        assert (await pager.ask(Reserve("kv", 0))).frames == 12
         with pytest.raises(JitllmError, match="kv cannot reserve"):
             await pager.ask(Reserve("kv", -1))
 

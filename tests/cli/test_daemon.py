@@ -115,7 +115,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[FakeEngine]]:
     """Engines in the order of opening, each with the budget that it was given."""
     engines: list[FakeEngine] = []
 
-    async def open_engine(path: Path, config: EngineConfig, *, progress: Any) -> Any:
+    async def open_engine(path: Path, config: EngineConfig, *, progress: Any, **_: Any) -> Any:
         engine = FakeEngine(budget_bytes=config.maxmem_bytes or 8000)
         engines.append(engine)
         return SimpleNamespace(
@@ -125,6 +125,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[FakeEngine]]:
             header=header(),
             graph=SimpleNamespace(vocab=VOCAB),
             config=SimpleNamespace(maxmem_bytes=engine.budget_bytes),
+            notes=(),
             close=engine.close,
         )
 

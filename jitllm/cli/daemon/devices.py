@@ -6,6 +6,7 @@ from jitllm.cli.command import AsJson, verb
 from jitllm.cli.daemon.remote import DEFAULT_ADDRESS, Address, ApiKey, Server
 from jitllm.cli.daemon.tables import columns
 from jitllm.cli.screen import print_json, say
+from jitllm.errors import one_line
 from jitllm.units import format_size
 
 EXAMPLES = """
@@ -30,6 +31,8 @@ def devices(addr: Address = DEFAULT_ADDRESS, api_key: ApiKey = "", json: AsJson 
             ],
         )
     )
+    for note in dict.fromkeys(note for d in found["devices"] for note in d.get("notes", ())):
+        say(f"* {one_line(note)}\n")
     return 0
 
 

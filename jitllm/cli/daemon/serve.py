@@ -8,6 +8,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
     from jitllm.api.service import Limits, Service
     from jitllm.cli.daemon.http import HttpServer
     from jitllm.cli.daemon.shelf import Shelf
+    from jitllm.compose import Joined
 
 EXAMPLES = """
     jitllmd serve -load model.jlm
     jitllmd serve -load big.jlm -id big -load small.jlm -id small -maxmem 12G
     jitllmd serve -load model.jlm -addr 0.0.0.0:8080 -api-key "$KEY"
+    jitllmd serve -load model.jlm -ray local     (actors in processes of their own)
     jitllmd serve                                (no model yet: `jitllmd models -load FILE`)
 """
 
@@ -85,6 +89,15 @@ def serve(
             "-drain", metavar="SECONDS", help="Time for replies under way when the server stops."
         ),
     ] = 30.0,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "-ray",
+            metavar="local|auto|HOST:PORT",
+            help="Run actors on a Ray cluster: start one on this machine, join the one that runs "
+            "here, or one elsewhere. Default: everything in this process.",
+        ),
+    ] = None,
     json: AsJson = False,
     config: EngineConfig,
 ) -> int:
@@ -109,7 +122,28 @@ def serve(
             note(f"warning: {host} may be reached from elsewhere and there is no -api-key")
         names = [*(id or ()), *[None] * len(load or ())]
         wanted = list(zip(load or (), names, strict=False))
-        return asyncio.run(_serve(listener, host, wanted, config, api, drain, json))
+        with _cluster(ray) as cluster:
+            code = asyncio.run(_serve(listener, host, wanted, config, api, drain, cluster, json))
+    note("stopped")
+    return code
+
+
+@contextmanager
+def _cluster(how: str | None) -> Iterator[Joined | None]:
+    """A Ray cluster for all models of the server, until the last of them has stopped."""
+    if how is None:
+        yield None
+        return
+    from jitllm.compose import joined
+
+    began_s = time.perf_counter()
+    with joined(how) as cluster:
+        did = "started a" if how == "local" else "joined the"
+        took = format_duration(time.perf_counter() - began_s)
+        note(f"{did} Ray cluster at {cluster.address} in {took}")
+        if cluster.dashboard:
+            note(f"  its dashboard    {cluster.dashboard}")
+        yield cluster
 
 
 def _server_packages(api_key: str, max_body: str) -> Limits:
@@ -156,6 +190,7 @@ async def _serve(
     config: EngineConfig,
     limits: Limits,
     drain_s: float,
+    cluster: Joined | None,
     json: bool,
 ) -> int:
     from jitllm.api.app import create_app
@@ -163,7 +198,7 @@ async def _serve(
     from jitllm.cli.daemon.shelf import Shelf
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    shelf = Shelf(config, Progress)
+    shelf = Shelf(config, Progress, cluster.how if cluster else None)
     try:
         app = create_app(shelf, limits)
         await _load(shelf, wanted)
@@ -173,7 +208,7 @@ async def _serve(
         running = asyncio.create_task(server.serve(sockets=[listener]))
         await server.until_listening(running)
         url = _url(host, listener.getsockname()[1])
-        _announce(url, shelf, json)
+        _announce(url, shelf, cluster, json)
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -218,7 +253,7 @@ async def _until_down(running: asyncio.Task[None], stop: asyncio.Event, server: 
     again.cancel()
 
 
-def _announce(url: str, shelf: Shelf, json: bool) -> None:
+def _announce(url: str, shelf: Shelf, cluster: Joined | None, json: bool) -> None:
     ids = [served.id for served in shelf.list()]
     for line in (
         f"listening on {url}",
@@ -228,7 +263,8 @@ def _announce(url: str, shelf: Shelf, json: bool) -> None:
     ):
         note(line)
     if json:
-        print_json({"url": url, "models": ids, "pid": os.getpid()})
+        about = {"address": cluster.address, "dashboard": cluster.dashboard} if cluster else None
+        print_json({"url": url, "models": ids, "pid": os.getpid(), "ray": about})
 
 
 def _url(host: str, port: int) -> str:

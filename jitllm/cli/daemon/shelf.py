@@ -17,6 +17,7 @@ from jitllm.api.models import Load, Served
 from jitllm.config import EngineConfig
 from jitllm.engine import Pages
 from jitllm.errors import UsageError
+from jitllm.log import logger
 
 if TYPE_CHECKING:
     from jitllm.compose import Loaded
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
         """Makes what shows the progress of one opening."""
 
         def __call__(self) -> AbstractContextManager[Report]: ...
+
+
+_log = logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -42,10 +46,14 @@ class Shelf:
     """Implements `Models`.
 
     config: what holds for every model that says nothing else; its budget is for all together.
+    ray: on which cluster actors live, which this process is part of; in this process without it.
     """
 
-    def __init__(self, config: EngineConfig, show_progress: ShowProgress) -> None:
+    def __init__(
+        self, config: EngineConfig, show_progress: ShowProgress, ray: str | None = None
+    ) -> None:
         self._config = config
+        self._ray = ray
         self._show_progress = show_progress
         self._places: dict[str, _Place] = {}
         self._lock = asyncio.Lock()
@@ -79,12 +87,15 @@ class Shelf:
                 kv_type=load.kv_type or self._config.kv_type,
             )
             with self._show_progress() as progress:
-                loaded = await compose.open_engine(load.path, config, progress=progress)
+                loaded = await compose.open_engine(
+                    load.path, config, progress=progress, ray=self._ray, name=model_id
+                )
             try:
                 served = await self._served(loaded, load.path, model_id)
             except BaseException:
                 await loaded.close()
                 raise
+            self._say(loaded.notes)
             own = load.maxmem_bytes is not None
             self._places[model_id] = _Place(loaded, served, loaded.config.maxmem_bytes, own)
             return served
@@ -119,14 +130,30 @@ class Shelf:
                 "memory_bytes": room.memory_bytes,
                 "budget_bytes": room.budget_bytes,
                 "models": list(self._places),
+                "runtime": self._runtime,
+                "notes": self.notes(),
             }
         ]
+
+    def notes(self) -> Sequence[str]:
+        """What makes replies of some model slower than they could be, each once."""
+        return list(dict.fromkeys(note for served in self.list() for note in served.notes))
 
     async def close(self) -> None:
         """Close every model."""
         for model_id in list(self._places):
             place = self._places.pop(model_id)
             await place.loaded.close()
+
+    @property
+    def _runtime(self) -> str:
+        return "embedded" if self._ray is None else "ray"
+
+    def _say(self, notes: Sequence[str]) -> None:
+        """Write notes of a model to come into the log, unless another one brought them."""
+        for note in notes:
+            if note not in self.notes():
+                _log.warning("%s", note)
 
     async def _room_for(self, path: Path) -> int | None:
         """The share of a model to come, made free; None while nothing is to be shared."""
@@ -170,11 +197,12 @@ class Shelf:
             vocab_tokens=loaded.graph.vocab,
             loaded_at_s=time.time(),
             where={
-                "runtime": "embedded",
+                "runtime": self._runtime,
                 "devices": ["cpu"],
                 "tier": stats.tier,
                 "threads": stats.threads,
             },
+            notes=loaded.notes,
         )
 
 
