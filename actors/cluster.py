@@ -134,7 +134,7 @@ def _join(how: str, dashboard: bool) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
     _redirect_prints()
     try:
-        with _own_signals():
+        with _own_signals(), _private_files():
             url = ray.init(**options).dashboard_url
     except Exception as error:  # whatever it is, there is no cluster
         _leave()
@@ -192,6 +192,16 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """What Ray writes at its start is for this user alone: the token of its clusters, above all."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 # ----------------------------------------------------------------------------- folders

@@ -113,7 +113,7 @@ class OverBudget(JitllmError):
 
     def __init__(self, what: str, needed_bytes: int, budget_bytes: int) -> None:
         super().__init__(
-            f"{what} needs {_mib(needed_bytes)} and the budget leaves {_mib(budget_bytes)}",
+            f"{what} needs {_size(needed_bytes)} and the budget leaves {_size(budget_bytes)}",
             "raise -maxmem or lower -ctx",
         )
         self.needed_bytes = needed_bytes
@@ -125,7 +125,7 @@ class DiskFull(JitllmError):
 
     def __init__(self, path: AnyPath, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(
-            f"{fspath(path)} needs {_mib(needed_bytes)} and its disk has {_mib(free_bytes)} free",
+            f"{fspath(path)} needs {_size(needed_bytes)} and its disk has {_size(free_bytes)} free",
             "free some space or write to another disk",
         )
         self.path = fspath(path)
@@ -150,8 +150,10 @@ def shown(value: object, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+def _size(num_bytes: int) -> str:
+    from jitllm.units import format_size  # it raises UsageError, so it lies above this module
+
+    return format_size(num_bytes)
 
 
 def _restore(cls: type[JitllmError], fields: dict[str, Any]) -> JitllmError:

@@ -25,6 +25,9 @@ async def finished(work: Coroutine[Any, Any, None]) -> bool:
         task.cancel()
 
     before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # a background job of a shell: whoever started it said so
+        await task
+        return True
     loop.add_signal_handler(signal.SIGINT, interrupt)
     try:
         await task
@@ -43,6 +46,9 @@ async def finished(work: Coroutine[Any, Any, None]) -> bool:
 @contextmanager
 def raised() -> Iterator[None]:
     """In this block Ctrl-C raises KeyboardInterrupt, also where asyncio would wait."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

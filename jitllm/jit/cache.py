@@ -2,7 +2,8 @@
 
 An entry is named by everything that its code depends on: the emitters' source, the LLVM version,
 the tier's features, the kernel's constants. It is written by rename and carries its own hash, so
-a damaged, truncated or foreign entry reads as absent and is compiled again.
+a damaged, truncated or foreign entry reads as absent and is compiled again. What nobody has loaded
+for a month goes when something is stored.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import platform
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from jitllm.jit.tiers import Tier
 from jitllm.kernels.op import KernelSpec
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+
+UNUSED_S = 30 * 24 * 3600
+"""Seconds after its last load that an entry is kept."""
 
 
 def default_directory() -> Path | None:
@@ -53,6 +58,7 @@ class ObjectCache:
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
+        self._is_swept = False
 
     def _path(self, tier: Tier, spec: KernelSpec) -> Path | None:
         if self.directory is None:
@@ -70,6 +76,8 @@ class ObjectCache:
             data = path.read_bytes()
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # a cache that we may only read is as good
+            os.utime(path)
         digest, code = data[:16], data[16:]
         return code if code and xxhash.xxh3_128_digest(code) == digest else None
 
@@ -88,8 +96,20 @@ class ObjectCache:
                 except BaseException:
                     os.unlink(file.name)
                     raise
+            self._sweep()
         except OSError:
             return
+
+    def _sweep(self) -> None:
+        """Drop what has not been loaded for long, once in this cache's life."""
+        if self._is_swept:
+            return
+        self._is_swept = True
+        oldest_s = time.time() - UNUSED_S
+        for path in self.entries():
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < oldest_s:
+                    path.unlink()
 
     def entries(self) -> list[Path]:
         """Files of the cache."""

@@ -47,6 +47,19 @@ def test_a_damaged_entry_is_absent_until_it_is_stored_again(cache: ObjectCache, 
     assert cache.load(PLAIN, SPEC) == CODE
 
 
+def test_what_was_not_loaded_for_long_goes_when_something_is_stored(tmp_path: Path) -> None:
+    old = ObjectCache(tmp_path)
+    other = KernelSpec.of("glu", activation="gelu")
+    for spec in (SPEC, other):
+        old.store(PLAIN, spec, CODE)
+    for path in old.entries():
+        os.utime(path, (0, 0))
+    assert old.load(PLAIN, SPEC) == CODE  # a load makes it young again
+    ObjectCache(tmp_path).store(AVX2, SPEC, CODE)
+    assert old.load(PLAIN, SPEC) == CODE
+    assert old.load(PLAIN, other) is None
+
+
 def test_what_cannot_be_stored_leaves_nothing(
     cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
