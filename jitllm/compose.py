@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
@@ -164,6 +164,7 @@ async def open_engine(
         container = stack.enter_context(contextlib.closing(Container.open(path)))
         graph = graph_of(container)
         context_tokens = _context_tokens(config, graph)
+        config = replace(config, page_size_tokens=_page_tokens(config, context_tokens))
         limits = _limits(config, graph)
         runtime: AnyRuntime
         if ray is None:
@@ -247,6 +248,11 @@ def _check_actors() -> None:
 
 def _context_tokens(config: ResolvedConfig, graph: Graph) -> int:
     return min(config.ctx_tokens or graph.context_length, graph.context_length)
+
+
+def _page_tokens(config: ResolvedConfig, context_tokens: int) -> int:
+    """A page need not be larger than the context."""
+    return min(config.page_size_tokens, 1 << (context_tokens - 1).bit_length())
 
 
 def _limits(config: ResolvedConfig, graph: Graph) -> Limits:

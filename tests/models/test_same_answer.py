@@ -207,6 +207,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "usual": {},
     "strict": {"strict": True},
     "small pages": {"page_size_tokens": 4},
+    "a page beyond the context": {"page_size_tokens": 1 << 20},
     "small steps": {"prompt_chunk_tokens": 1},
     "one thread": {"threads": 1},
 }
