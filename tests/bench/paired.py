@@ -44,7 +44,7 @@ class Ratio:
     def __str__(self) -> str:
         verdict = "rejected: too noisy" if self.is_rejected else "taken"
         return (
-            f"{self.name}: {self.median:.2f}x (A {self.a:.1f}, B {self.b:.1f} tok/s, spread "
+            f"{self.name}: {self.median:.2f}x (A {self.a:.1f}, B {self.b:.1f} a second, spread "
             f"{self.spread:.1%}, A/A {self.control:.2f}x, {self.pairs} pairs; {verdict})"
         )
 
