@@ -31,6 +31,7 @@ from jitllm.errors import JitllmError, UsageError, one_line, shown
 from jitllm.log import logger
 
 REMEDY = "start one with `ray start --head`, or let one be started: -ray local"
+TOKEN_REMEDY = "if it wants its token (~/.ray/auth_token), set RAY_AUTH_MODE=token"
 REACH_S = 5.0
 """How long an address may take to answer."""
 
@@ -123,7 +124,7 @@ def _join(how: str, dashboard: bool) -> str:
         sweep()
         options |= {
             "address": "local",
-            "include_dashboard": dashboard,
+            "include_dashboard": None if dashboard else False,  # None: if its packages are there
             "object_store_memory": OBJECT_STORE_BYTES,
             "_temp_dir": str(_own_folder()),
             "_system_config": {"worker_niceness": 0},
@@ -140,7 +141,8 @@ def _join(how: str, dashboard: bool) -> str:
         _leave()
         is_nowhere = how == "auto" and isinstance(error, ConnectionError)
         why = "none runs on this machine" if is_nowhere else str(error).partition("\n")[0]
-        raise JitllmError(f"no Ray cluster (-ray {how}): {why}", REMEDY) from error
+        remedy = REMEDY if how in ("auto", "local") else TOKEN_REMEDY
+        raise JitllmError(f"no Ray cluster (-ray {how}): {why}", remedy) from error
     return f"http://{url}" if url else ""
 
 
@@ -172,7 +174,7 @@ def _redirect_prints() -> None:
 
 def _log_lines(data: dict[str, Any], **_: Any) -> None:
     for line in data.get("lines", ()):
-        _log.warning("ray: %s", one_line(str(line)))
+        _log.warning("ray: %s", one_line(str(line).partition("\n")[0]))
 
 
 def _leave() -> None:

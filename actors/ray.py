@@ -294,6 +294,9 @@ class ActorProcess:
         self._life: asyncio.Task[None] | None = None
         self._end = asyncio.Event()
 
+    def __repr__(self) -> str:  # what Ray's pages and logs call it
+        return _full_name(self._birth.prefix, self._birth.name)
+
     @ray.method(max_task_retries=-1)  # it starts what is to be found, and says the same twice
     async def where(self) -> Where | bytes:
         """Where this actor is, once it is ready; an error, packed, when it cannot be."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from jitllm.cli.command import AsJson, verb
 from jitllm.cli.screen import print_json, say, table
+from jitllm.errors import one_line
 from jitllm.units import format_size
 
 EXAMPLES = """
@@ -25,7 +26,7 @@ def hardware(*, json: AsJson = False) -> int:
     """Describe the machine, and what would be used of it.
 
     Processor, instruction sets and why some are missing, cores and the quota on them, the memory
-    budget and where it comes from, huge pages. Nothing is measured.
+    budget and where it comes from, Ray clusters, huge pages. Nothing is measured.
     """
     found = _probe()
     if json:
@@ -44,6 +45,7 @@ def hardware(*, json: AsJson = False) -> int:
                 "memory": f"{_size(memory['available_bytes'])} available of "
                 f"{_size(memory['total_bytes'])}",
                 "budget": f"{memory['explanation']}; -maxmem changes it",
+                "ray": _ray(found["ray"]),
                 "huge pages": found["huge_pages"] or "the kernel does not tell",
                 "kernel cache": f"{cache['directory']}, {_size(cache['free_bytes'])} free"
                 if cache["directory"]
@@ -78,6 +80,7 @@ def _probe() -> dict[str, Any]:
             "budget_bytes": host.budget_bytes,
             "explanation": host.explanation,
         },
+        "ray": {"version": _ray_version(), "clusters": _ray_clusters()},
         "huge_pages": _huge_pages(),
         "cache": {
             "directory": None if directory is None else str(directory),
@@ -112,6 +115,56 @@ def _why(tier: dict[str, Any], chosen: str) -> str:
     if tier["missing"]:
         return f"no: the processor lacks {', '.join(tier['missing'])}"
     return "yes, and the one that is used" if tier["name"] == chosen else "yes"
+
+
+def _ray(found: dict[str, Any]) -> str:
+    if found["version"] is None:
+        return "not installed; pip install 'jitllm[ray]' for -ray"
+    text = f"{found['version']}, no cluster runs here"
+    if clusters := found["clusters"]:
+        text = f"{found['version']}, a cluster at " + ", ".join(map(_ray_cluster, clusters))
+    return text
+
+
+def _ray_cluster(found: dict[str, Any]) -> str:
+    address, niceness = one_line(found["address"]), found["niceness"]
+    if not niceness:
+        return str(address)
+    return (
+        f"{address} (its workers run at nice {niceness}, so that any busy process slows replies "
+        "down: start it with RAY_worker_niceness=0)"
+    )
+
+
+def _ray_version() -> str | None:
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("ray")
+    return None
+
+
+def _ray_clusters() -> list[dict[str, Any]]:
+    """Those with a node on this machine, found by its process; nothing is joined.
+
+    niceness: of their workers; None while there are none.
+    """
+    import psutil
+
+    found: dict[str, int | None] = {}
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["name"] != "raylet":
+                continue
+            flag = next((w for w in process.cmdline() if w.startswith("--gcs-address=")), "")
+            nice = [child.nice() for child in process.children() if _is_worker(child.name())]
+            if flag:
+                found[flag.partition("=")[2]] = max(nice, default=None)
+    return [{"address": address, "niceness": nice} for address, nice in sorted(found.items())]
+
+
+def _is_worker(name: str) -> bool:
+    return name.startswith("ray::") and not name.endswith("Agent")
 
 
 def _huge_pages() -> str | None:

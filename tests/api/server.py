@@ -9,8 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -20,11 +21,12 @@ TEMPLATE = (
 
 @dataclass
 class Server:
-    """A server at work."""
+    """A server at work. said: with -json, when it began to listen."""
 
     url: str
     process: subprocess.Popen[str]
     log: Path
+    said: dict[str, Any] = field(default_factory=dict)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the exit code."""
@@ -43,13 +45,15 @@ def running(folder: Path, *args: str | Path) -> Iterator[Server]:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env={**os.environ, "PYTHONWARNINGS": "error"},
+            # Ray's own processes would inherit it, and their packages warn.
+            env={**os.environ} if "-ray" in args else {**os.environ, "PYTHONWARNINGS": "error"},
         )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, log.read_text()
-        yield Server(json.loads(line)["url"], process, log)
+        said = json.loads(line)
+        yield Server(said["url"], process, log, said)
     finally:
         process.kill()
         process.wait(60)

@@ -140,7 +140,8 @@ async def test_metrics_count_requests_and_show_engines(
 
 async def test_health_fails_with_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for path in ("/healthz", "/health"):
-        assert (await client.get(path)).json() == {"status": "ok", "models": {"fake": "ok"}}
+        said = (await client.get(path)).json()
+        assert said == {"status": "ok", "models": {"fake": "ok"}, "notes": []}
     engine.is_dead = True
     reply = await client.get("/healthz")
     assert reply.status_code == 503

@@ -20,6 +20,8 @@ from tests.api.server import Server, chat_model, running
 from tests.conftest import TinyModel
 
 MODEL = "tiny"
+RUNTIMES = {"embedded": [], "ray": ["-ray", "local"]}
+"""What `serve` is told for each."""
 USER: Any = [{"role": "user", "content": "the in an"}]
 
 
@@ -28,11 +30,21 @@ def container(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: TinyModel) ->
     return chat_model(tiny_gguf("llama"), tmp_path_factory.mktemp("chat") / "tiny-chat.jlm")
 
 
+@pytest.fixture(scope="module", params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest) -> str:
+    if request.param == "ray":
+        pytest.importorskip("ray", reason="needs the extra `ray`")
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, container: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    with running(folder, "-load", container, "-id", MODEL, "-threads", "1") as server:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, container: Path, runtime: str
+) -> Iterator[Server]:
+    args = ["-load", container, "-id", MODEL, "-threads", "1", *RUNTIMES[runtime]]
+    with running(tmp_path_factory.mktemp("server"), *args) as server:
         yield server
+        assert server.stop() == 0
 
 
 @pytest.fixture
@@ -51,7 +63,7 @@ def test_models_are_listed(client: OpenAI) -> None:
     assert client.models.retrieve("tiny-chat").owned_by == "jitllm"
 
 
-def test_a_completion_is_the_same_each_time_and_streamed(client: OpenAI) -> None:
+def test_a_completion_is_the_same_each_time_and_streamed(client: OpenAI, runtime: str) -> None:
     whole = complete(client)
     assert whole.usage.completion_tokens == 12
     assert whole.choices[0].finish_reason == "length"
@@ -60,7 +72,7 @@ def test_a_completion_is_the_same_each_time_and_streamed(client: OpenAI) -> None
     chunks = list(stream)
     assert "".join(c.choices[0].text for c in chunks[:-1]) == whole.choices[0].text
     assert chunks[-1].usage == whole.usage
-    assert whole.jitllm["runtime"] == "embedded"
+    assert (whole.jitllm["runtime"], whole.jitllm["devices"]) == (runtime, ["cpu"])
     assert whole.jitllm["decode_tokens_per_second"] > 0
 
 

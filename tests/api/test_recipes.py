@@ -15,13 +15,24 @@ from tests.api.server import Server, chat_model, running
 from tests.conftest import TinyModel
 
 RECIPES = sorted((Path(__file__).parents[2] / "docs" / "recipes").glob("*.md"))
-BLOCK = re.compile(r"^```(sh serve|sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-START = "jitllmd serve -load model.jlm -id small\n"
+BLOCK = re.compile(r"^```(sh serve ray|sh serve|sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+STARTS = {
+    "sh serve": "jitllmd serve -load model.jlm -id small\n",
+    "sh serve ray": "jitllmd serve -load model.jlm -id small -ray local\n",
+}
+SERVED = ("-id", "small", "-threads", "1")
+CLUSTER = "10.0.0.5:6379"
+"""Where the recipes have one."""
 BLOCKS = [
-    pytest.param(kind, text, id=f"{recipe.stem}-{number}")
+    pytest.param(
+        "ray_server" if recipe.stem == "ray" else "server",
+        kind,
+        text,
+        id=f"{recipe.stem}-{number}",
+    )
     for recipe in RECIPES
     for number, (kind, text) in enumerate(BLOCK.findall(recipe.read_text()))
-    if kind != "sh serve"
+    if kind not in STARTS
 ]
 
 
@@ -35,15 +46,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: TinyModel) -> Pa
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    model = folder / "model.jlm"
-    with running(folder, "-load", model, "-id", "small", "-threads", "1") as server:
+    with running(folder, "-load", folder / "model.jlm", *SERVED) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def ray_server(folder: Path) -> Iterator[Server]:
+    """The same on a cluster."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    with running(folder, "-load", folder / "model.jlm", *SERVED, "-ray", "local") as server:
+        yield server
+        assert server.stop() == 0
 
 
 def test_the_recipes_start_the_server_that_is_tested() -> None:
     blocks = [block for recipe in RECIPES for block in BLOCK.findall(recipe.read_text())]
-    starts = {text for kind, text in blocks if kind == "sh serve"}
-    assert starts == {START}
+    assert {(kind, text) for kind, text in blocks if kind in STARTS} == set(STARTS.items())
     assert len(BLOCKS) > 12
 
 
@@ -53,9 +71,14 @@ def test_the_index_has_them_all() -> None:
     assert linked == {recipe.name for recipe in RECIPES} - {index.name}
 
 
-@pytest.mark.parametrize(("kind", "text"), BLOCKS)
-def test_a_block_runs(folder: Path, server: Server, kind: str, text: str) -> None:
+@pytest.mark.parametrize(("where", "kind", "text"), BLOCKS)
+def test_a_block_runs(
+    folder: Path, request: pytest.FixtureRequest, where: str, kind: str, text: str
+) -> None:
+    server: Server = request.getfixturevalue(where)
     text = text.replace("http://127.0.0.1:8080", server.url)
+    if server.said["ray"]:
+        text = text.replace(CLUSTER, server.said["ray"]["address"])
     text = re.sub(r"^(jitllmd .*)$", rf"\1 -addr {server.url}", text, flags=re.MULTILINE)
     program = [sys.executable, "-"] if kind == "python" else ["bash", "-eu"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -82,6 +82,35 @@ def test_without_its_packages_the_server_names_them(
     assert 'pip install "jitllm[server]"' in capsys.readouterr().err
 
 
+def test_without_ray_the_server_names_it(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "actors.cluster", raising=False)
+    assert main(["serve", "-addr", "127.0.0.1:0", "-ray", "local"]) == 1
+    assert "pip install 'jitllm[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ray", "code", "said"),
+    [
+        ("127.0.0.1:1", 1, "no Ray cluster answers at '127.0.0.1:1'"),
+        ("nonsense", 2, "no address of a Ray cluster; write HOST:PORT"),
+        ("", 2, "no address of a Ray cluster"),
+        ("ray://127.0.0.1:10001", 2, "no address of a Ray cluster"),
+        ("a b:70000", 1, "no Ray cluster answers"),
+    ],
+)
+def test_where_no_cluster_is_the_message_says_what_to_do(
+    ray: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    monkeypatch.setattr("actors.cluster._membership", None)  # other tests may be part of one
+    assert main(["serve", "-addr", "127.0.0.1:0", "-ray", ray]) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert "local" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("addr", "url"),
     [
@@ -125,7 +154,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[FakeEngine]]:
             header=header(),
             graph=SimpleNamespace(vocab=VOCAB),
             config=SimpleNamespace(maxmem_bytes=engine.budget_bytes),
-            notes=(),
+            notes=("it is slow here",),
             close=engine.close,
         )
 
@@ -176,6 +205,17 @@ async def test_names_are_unique_and_files_are_aliases(
         with pytest.raises(UsageError, match="taken"):
             await shelf.load(Load(path=model, id=taken))
     assert len(opened()) == 2
+
+
+async def test_what_is_slow_is_said_once(
+    opened: Callable[[], list[FakeEngine]], model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(EngineConfig(), lambda: nullcontext(print), "auto")
+    await shelf.load(Load(path=model))
+    await shelf.load(Load(path=model, id="b"))
+    assert caplog.messages == ["it is slow here"]
+    assert shelf.notes() == ["it is slow here"]
+    assert {served.where["runtime"] for served in shelf.list()} == {"ray"}
 
 
 async def test_two_loads_at_once_do_not_take_the_same_name(

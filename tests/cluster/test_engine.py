@@ -23,6 +23,7 @@ from tests.models import native
 from tests.models.native import Reply, opened
 
 PROMPT = tuple(range(1, 20))
+ROWS = 4
 REQUESTS = (
     Request(PROMPT, max_tokens=24),
     Request(PROMPT[:7], max_tokens=24, sampling=Sampling(temperature=0.8, seed=3), logprobs=True),
@@ -113,22 +114,58 @@ async def test_refusals_are_those_of_one_process(cluster: Cluster, tiny_model: T
         with pytest.raises(UsageError, match="is not in the vocabulary"):
             await native.reply(remote.engine, Request((1 << 20,)))
     with pytest.raises(JitllmError, match=r"KV of .* sequences of .* tokens"):
-        async with on_ray(tiny_model("llama"), page_size_tokens=1 << 60):
+        async with on_ray(tiny_model("llama"), max_batch=1 << 40):
             pass
 
 
-async def test_a_cancelled_request_gives_its_pages_back(
-    cluster: Cluster, tiny_model: TinyModel
+async def begin(
+    engine: Engine, phase: str, num: int, tasks: list[asyncio.Task[None]]
+) -> list[asyncio.Task[None]]:
+    """So many requests alike that have come so far; tasks: where others that they need go."""
+    has_begun = asyncio.Event()
+
+    async def follow(request: Request) -> None:
+        async for _ in engine.generate(request):
+            has_begun.set()
+
+    if phase == "queued":  # behind as many as the device takes
+        long = Request(PROMPT[:5], max_tokens=400)
+        tasks += [asyncio.create_task(follow(long)) for _ in range(ROWS)]
+        await has_begun.wait()
+    is_prompt = phase == "prompt"
+    request = Request(PROMPT * (20 if is_prompt else 1), max_tokens=100, chunk_tokens=1)
+    before = await engine.stats()
+    victims = [asyncio.create_task(follow(request)) for _ in range(num)]
+    if phase == "decode":
+        await has_begun.wait()
+        return victims
+    came = before
+    while came.running + came.waiting < before.running + before.waiting + num:
+        came = await engine.stats()
+    return victims
+
+
+@pytest.mark.parametrize("phase", ["queued", "prompt", "decode"])
+async def test_requests_that_are_cancelled_leave_nothing_and_change_no_other(
+    cluster: Cluster, tiny_model: TinyModel, phase: str
 ) -> None:
-    async with on_ray(tiny_model("llama")) as remote:
-        stream = remote.engine.generate(Request(PROMPT[:3], max_tokens=40))
-        await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
-        running = 1
-        while running:
-            running = (await remote.engine.stats()).running
-            await asyncio.sleep(0.005)
-        assert (await native.reply(remote.engine, REQUESTS[0])).finish is Finish.LENGTH
+    path = tiny_model("llama")
+    other = Request(PROMPT[:7], max_tokens=200, logprobs=True)
+    async with opened(path) as embedded:
+        expected = (await native.reply(embedded.engine, other)).bits
+    async with on_ray(path, max_batch=ROWS) as remote:
+        for num in (1, 3):
+            fillers: list[asyncio.Task[None]] = []
+            beside = asyncio.create_task(native.reply(remote.engine, other))
+            victims = await begin(remote.engine, phase, num, fillers)
+            for task in (*victims, *fillers):
+                task.cancel()
+            assert (await beside).bits == expected
+            await asyncio.wait([*victims, *fillers])
+            stats = await remote.engine.stats()
+            while stats.running + stats.waiting:
+                stats = await remote.engine.stats()
+            assert stats.kv_bytes == 0
 
 
 async def test_a_device_that_dies_changes_no_reply(cluster: Cluster, tiny_model: TinyModel) -> None:

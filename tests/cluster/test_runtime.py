@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 
@@ -132,15 +131,15 @@ async def test_without_a_successor_a_death_is_the_end(runtime: RayRuntime) -> No
 async def test_an_actor_that_cannot_begin_says_why(runtime: RayRuntime) -> None:
     with pytest.raises(JitllmError, match="no such thing; try another"):
         await runtime.start(ExampleRecipe("no such thing"), "example")
-    example = await _once_free(runtime)
+    example = await runtime.start(ExampleRecipe(), "example")
     assert await example.ask(Echo(1)) == 1
 
 
-async def _once_free(runtime: RayRuntime) -> actors.ray.Ref:
-    while True:
-        with contextlib.suppress(UsageError):
-            return await runtime.start(ExampleRecipe(), "example")
-        await asyncio.sleep(0.05)
+async def test_a_name_is_free_as_soon_as_its_actor_has_stopped(runtime: RayRuntime) -> None:
+    for _ in range(3):
+        example = await runtime.start(ExampleRecipe(), "example")
+        assert await example.ask(Echo(1)) == 1
+        await runtime.stop("example")
 
 
 async def test_a_name_is_served_once(cluster: Cluster, runtime: RayRuntime) -> None:

@@ -42,6 +42,7 @@ EXAMPLES = """
 """
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+NO_DASHBOARD = "none; it comes with pip install 'jitllm[ray]'"
 SWITCH_INTERVAL_S = 0.0005
 """So often a thread may take the interpreter from another: steps must not wait for HTTP."""
 
@@ -141,8 +142,8 @@ def _cluster(how: str | None) -> Iterator[Joined | None]:
         did = "started a" if how == "local" else "joined the"
         took = format_duration(time.perf_counter() - began_s)
         note(f"{did} Ray cluster at {cluster.address} in {took}")
-        if cluster.dashboard:
-            note(f"  its dashboard    {cluster.dashboard}")
+        if cluster.dashboard or how == "local":
+            note(f"  its dashboard    {cluster.dashboard or NO_DASHBOARD}")
         yield cluster
 
 
