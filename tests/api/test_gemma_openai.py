@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = "gemma"
 TEMPLATE = DATA / "gemma.jinja"
-RUNTIMES = {"embedded": [], "ray": ["-ray", "local"]}
+RUNTIMES: dict[str, list[str]] = {"embedded": [], "ray": ["-ray", "local"]}
 """What `serve` is told for each."""
 QUESTION = "Name three primary colours."
 USER: Any = [{"role": "user", "content": QUESTION}]
@@ -45,7 +45,7 @@ def server(
 ) -> Iterator[Server]:
     if request.param == "ray":
         pytest.importorskip("ray", reason="needs the extra `ray`")
-    args = ["-load", container, "-id", MODEL, *RUNTIMES[request.param]]
+    args: list[str | Path] = ["-load", container, "-id", MODEL, *RUNTIMES[request.param]]
     with running(tmp_path_factory.mktemp("server"), *args) as server:
         yield server
         assert server.stop(signal.SIGTERM) == 0
@@ -70,7 +70,7 @@ def test_a_chat_follows_the_template_of_the_file(
     turn = f"<start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n"
     assert main(["tokenize", str(container), "-special", "-json", turn]) == 0
     ids = json.loads(capsys.readouterr().out)["ids"]
-    raw = client.completions.create(model=MODEL, prompt=ids, max_tokens=24, temperature=0)
+    raw: Any = client.completions.create(model=MODEL, prompt=ids, max_tokens=24, temperature=0)
     assert reply.choices[0].message.content
     assert reply.usage.prompt_tokens == raw.usage.prompt_tokens
     assert reply.choices[0].message.content == raw.choices[0].text
