@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from hypothesis import settings
 # A shared machine may stall for a second at any time: time limits are pytest-timeout's business.
 settings.register_profile("jitllm", deadline=None)
 settings.load_profile("jitllm")
+
+# A shell that runs the tests in the background lets them inherit that Ctrl-C means nothing, and the
+# programs that tests start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DATA = Path(__file__).parent / "data"
 
