@@ -144,7 +144,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(convert_module, "_free_bytes", lambda dest: 1 << 20)
     line = refusal(jitllm("convert", source))
-    assert "its disk has 1.0 MiB free; free some space or write to another disk" in line
+    assert "its disk has 1.00 MiB free; free some space or write to another disk" in line
     assert files(source) == [source.name]
 
 

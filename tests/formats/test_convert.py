@@ -376,7 +376,7 @@ def test_a_disk_without_room_is_refused_first(
     tiny_gguf: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert_module, "_free_bytes", lambda dest: 12345)
-    refused(tmp_path, tiny_gguf("llama"), DiskFull, r"needs .* MiB and its disk has 0.0 MiB free")
+    refused(tmp_path, tiny_gguf("llama"), DiskFull, r"needs .* MiB and its disk has .* free")
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fdatasync"])
