@@ -70,11 +70,6 @@ class Compiler:
         module = self._optimised(emit_ir(self.tier, spec))
         return bytes(self._target_machine().emit_object(module))
 
-    def assembly(self, spec: KernelSpec) -> str:
-        """Machine code of one kernel as text."""
-        module = self._optimised(emit_ir(self.tier, spec))
-        return str(self._target_machine().emit_assembly(module))
-
     def _target_machine(self) -> Any:
         if self._machine is None:
             target = llvm.Target.from_default_triple()
