@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from array import array
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from actors.mailbox import Lost
 from actors.messages import (
     Acquire,
     Close,
+    Cut,
     DeviceMessage,
     DeviceStats,
     DeviceStatsRequest,
@@ -75,11 +76,32 @@ class _Seat:
     shares: bool
     num_published: int
     digest: bytes
+    stop_ids: frozenset[int]
 
     def num_top(self, span: Span) -> int:
         """Likeliest tokens to name at each output of a span."""
         has_logprobs = self.logprobs or span.outputs is SpanOutputs.ALL
         return self.top_logprobs if has_logprobs else 0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A step that the compute thread does while messages are handled.
+
+    goes_on: the next one begins as soon as it is done. results: once it is done. reply: to the
+    `Step` that asked for it; None while it is ahead of that.
+    """
+
+    spans: tuple[Span, ...]
+    step_id: int = 0
+    goes_on: bool = False
+    results: tuple[SpanResult, ...] = ()
+    reply: asyncio.Future[StepDone] | None = None
+
+
+# Whose the memory of a step is (tokens, positions, sampling records, histories)
+#   a flight    the compute thread's, from `_begin` to `_land`
+#   no flight   the handler's: what touches pages, seats or the lease halts the flight before
 
 
 class Device(Actor):
@@ -119,6 +141,8 @@ class Device(Actor):
         self._tops = array("B", bytes(_TOP_BYTES * program.limits.outputs))
         self._program.step.set(Ctx.SAMPLING, self._sampling.buffer_info()[0])
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
+        self._flight: _Flight | None = None
+        self._landing: Future[None] | None = None
 
     async def on_start(self) -> None:
         """Scratch is charged to the host's budget, in place of what a predecessor held."""
@@ -127,6 +151,7 @@ class Device(Actor):
 
     async def on_stop(self) -> None:
         """Give threads and memory back."""
+        self._cut()
         self._compute.shutdown()
         self._program.close()
         self._owned.close()
@@ -141,10 +166,15 @@ class Device(Actor):
                 return None
             case Step():
                 return await self._step(message)
+            case Cut():
+                self._cut()
+                return None
             case Recall():
+                await self._halt()
                 await self._let_go()
                 return None
             case Shrink():
+                await self._halt()
                 self._pages.shrink(message.max_bytes)
                 return None
             case DeviceStatsRequest():
@@ -185,6 +215,7 @@ class Device(Actor):
             bool(message.tokens),
             num_published,
             wanted[num_published - 1] if num_published else b"",
+            message.stop_ids,
         )
         seat.history[:num_cached] = array("i", message.tokens[:num_cached])
         reserved = await self._charge()
@@ -196,6 +227,7 @@ class Device(Actor):
 
     async def _close(self, sequence: int) -> None:
         """Free what a sequence holds; closing one twice does nothing."""
+        await self._halt()
         if self._seats.pop(sequence, None) is not None:
             self._pages.close(sequence)
             await self._charge()
@@ -240,23 +272,28 @@ class Device(Actor):
 
     # --- steps -------------------------------------------------------------------------------
 
-    async def _step(self, message: Step) -> StepDone:
+    async def _step(self, message: Step) -> StepDone | asyncio.Future[StepDone]:
+        flight = self._flight
+        if flight is not None and flight.reply is None and flight.spans == message.spans:
+            return self._join(flight, message)  # no logits: a step that hands them out stays alone
+        await self._halt()
         if any(span.sequence not in self._seats for span in message.spans):
             raise Lost(self._name, "it began again, and knows no sequence of before")
         for span in message.spans:
             await self._grow(span)
         self._describe(message.spans)
+        if message.goes_on and self._lease is not None:
+            return self._join(self._begin(message.spans), message)
         await self._run()
         for span in message.spans:
             self._publish(span)
-        results, logits = [], []
+        results, logits = self._results(message.spans), []
         row = 0
         for span in message.spans:
-            results.append(self._result(span, row))
             if span.sequence in message.logits and span.num_outputs:
                 logits.append((span.sequence, self._rows(row, span.num_outputs)))
             row += span.num_outputs
-        return StepDone(message.step_id, tuple(results), tuple(logits))
+        return StepDone(message.step_id, results, tuple(logits))
 
     def _describe(self, spans: tuple[Span, ...]) -> None:
         """Write the step into native memory: per token, per row, per output."""
@@ -330,11 +367,112 @@ class Device(Actor):
                     await self._pager.tell(Release(lease))
             start = lease.stop
 
+    # --- steps ahead of their messages -------------------------------------------------------
+
+    def _begin(self, spans: tuple[Span, ...]) -> _Flight:
+        """Compute a step that was described, under the standing lease."""
+        flight = self._flight = _Flight(spans)
+        self._landing = self._compute.submit(self._fly, flight, asyncio.get_running_loop())
+        return flight
+
+    def _join(self, flight: _Flight, message: Step) -> asyncio.Future[StepDone]:
+        """The reply to the message that asks for a flight."""
+        reply = flight.reply = asyncio.get_running_loop().create_future()
+        flight.step_id, flight.goes_on = message.step_id, message.goes_on
+        if flight.results:
+            self._answer(flight)
+        return reply
+
+    def _fly(self, flight: _Flight, loop: asyncio.AbstractEventLoop) -> None:
+        """In the compute thread: step after step, until one of them does not go on."""
+        following: _Flight | None = flight
+        try:
+            while following is not None:
+                flight = following
+                self._program.run(0, self._program.num_blocks, first=True, last=True)
+                results = self._results(flight.spans)
+                spans = self._following(flight.spans, results) if flight.goes_on else ()
+                following = _Flight(spans) if spans else None
+                if spans:
+                    self._describe(spans)
+                loop.call_soon_threadsafe(self._land, flight, results, following)
+        except Exception as error:
+            loop.call_soon_threadsafe(self._crash, error)
+
+    def _following(
+        self, spans: tuple[Span, ...], results: tuple[SpanResult, ...]
+    ) -> tuple[Span, ...]:
+        """The step after one; none if a sequence ends with it, or needs a page."""
+        following = []
+        for span, result in zip(spans, results, strict=True):
+            seat, stop = self._seats[span.sequence], span.stop + 1
+            room = self._pages.num_taken(span.sequence) * self._pages.page_tokens
+            if result.token is None or result.token in seat.stop_ids:
+                return ()
+            if stop >= seat.max_tokens or stop > room:
+                return ()
+            tokens = (result.token,)
+            following.append(Span(span.sequence, span.stop, tokens, SpanOutputs.LAST, sample=True))
+        return tuple(following)
+
+    def _land(
+        self, flight: _Flight, results: tuple[SpanResult, ...], following: _Flight | None
+    ) -> None:
+        """A flight is done, and `following` has begun."""
+        flight.results = results
+        if following is not None:
+            self._flight = following
+        if flight.reply is not None:
+            self._answer(flight)
+
+    def _answer(self, flight: _Flight) -> None:
+        """A flight is done and was asked for; the next one begins, if it has not yet."""
+        for span in flight.spans:
+            self._publish(span)
+        if flight.reply is not None and not flight.reply.done():
+            flight.reply.set_result(StepDone(flight.step_id, flight.results, ()))
+        if self._flight is not flight:
+            return
+        self._flight = None
+        if flight.goes_on and (spans := self._following(flight.spans, flight.results)):
+            self._describe(spans)
+            self._begin(spans)
+
+    def _crash(self, error: Exception) -> None:
+        """A flight failed; one that nobody asked for yet is begun again by who does."""
+        flight, self._flight = self._flight, None
+        if flight is not None and flight.reply is not None and not flight.reply.done():
+            flight.reply.set_exception(error)
+
+    def _cut(self) -> None:
+        """No flight after this one."""
+        if self._flight is not None:
+            self._flight.goes_on = False
+
+    async def _halt(self) -> None:
+        """Wait until the compute thread rests; what it did ahead is dropped."""
+        self._cut()
+        if self._flight is not None and self._landing is not None:
+            await asyncio.wrap_future(self._landing)
+            self._flight = None
+
+    # --- leases ------------------------------------------------------------------------------
+
     async def _let_go(self) -> None:
         """Release the lease that was kept from the last step."""
         lease, self._lease = self._lease, None
         if lease is not None:
             await self._pager.tell(Release(lease))
+
+    # --- results -----------------------------------------------------------------------------
+
+    def _results(self, spans: tuple[Span, ...]) -> tuple[SpanResult, ...]:
+        results = []
+        row = 0
+        for span in spans:
+            results.append(self._result(span, row))
+            row += span.num_outputs
+        return tuple(results)
 
     def _result(self, span: Span, row: int) -> SpanResult:
         if not span.num_outputs:

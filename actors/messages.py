@@ -202,7 +202,7 @@ class Open(Message[Opened | Refused]):
     logprobs: say how likely each sampled token was. top_logprobs: how many of the likeliest tokens
     to name with every log-probability. tokens: what is known of it, where prefixes may be shared;
     empty where all of it has to be computed.
-    must_fit: take it even over budget, because nothing else runs.
+    must_fit: take it even over budget, because nothing else runs. stop_ids: tokens that end it.
     """
 
     sequence: int
@@ -213,6 +213,7 @@ class Open(Message[Opened | Refused]):
     logprobs: bool
     top_logprobs: int
     must_fit: bool
+    stop_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +225,21 @@ class Close(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Step(Message[StepDone]):
-    """Compute one forward pass of a batch. logits: sequences whose rows are handed out."""
+    """Compute one forward pass of a batch. logits: sequences whose rows are handed out.
+
+    goes_on: most likely the next step is the same with the tokens that this one samples. The device
+    may begin it before it is asked, and drops it when something else is asked then.
+    """
 
     step_id: int
     spans: tuple[Span, ...]
     logits: tuple[int, ...] = ()
+    goes_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Message[None]):
+    """The next step will be another one: begin none ahead. Twice is as good as once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +259,7 @@ class Recall(Message[None]):
     """Release what lease you keep: the pager needs the room."""
 
 
-DeviceMessage = Open | Recall | Close | Step | Shrink | DeviceStatsRequest
+DeviceMessage = Open | Recall | Close | Step | Cut | Shrink | DeviceStatsRequest
 
 # -------------------------------------------------------------------------------------- scheduler
 

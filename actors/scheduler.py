@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from actors.actor import Actor, Ref
 from actors.checks import check
-from actors.mailbox import Lost
+from actors.mailbox import Lost, Stopped
 from actors.messages import (
     Cancel,
     Close,
     Collect,
     Collected,
+    Cut,
     Open,
     Refused,
     SchedulerMessage,
@@ -115,6 +117,8 @@ class Scheduler(Actor):
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._cancelled: set[int] = set()
+        self._goes_on = False  # whether the device may begin the next step
+        self._done_s = 0.0  # when the last step was done
         self._wake = asyncio.Event()
 
     async def on_start(self) -> None:
@@ -170,7 +174,7 @@ class Scheduler(Actor):
         self._next_id += 1
         self._replies[sequence.id] = _Reply(request, sequence, time.perf_counter())
         self._waiting.append(sequence)
-        self._wake.set()
+        self._interrupt()
         return Submitted(sequence.id)
 
     def _prefix(self, request: Request) -> tuple[bytes, ...]:
@@ -204,7 +208,18 @@ class Scheduler(Actor):
         """Ask for the end of a request; it takes effect between two steps."""
         if request_id in self._replies:
             self._cancelled.add(request_id)
-            self._wake.set()
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """The next step is another one than this one led to expect."""
+        self._wake.set()
+        if self._goes_on:
+            self._goes_on = False
+            self.context.begin(self._cut(), "cut")
+
+    async def _cut(self) -> None:
+        with suppress(Stopped):  # then it begins no step either
+            await self._device.tell(Cut())
 
     # --- stepping ----------------------------------------------------------------------------
 
@@ -268,6 +283,7 @@ class Scheduler(Actor):
             request.logprobs,
             request.top_logprobs,
             must_fit=not self._running,
+            stop_ids=frozenset(request.stop_ids),
         )
 
     def _begin(self, sequence: Sequence, num_cached: int) -> None:
@@ -295,9 +311,17 @@ class Scheduler(Actor):
             if not reply.sequence.is_replying
         ]
         self._num_steps += 1
-        began_s = time.perf_counter()
+        is_ahead = self._goes_on and not prompts
+        began_s = self._done_s if is_ahead else time.perf_counter()
+        self._goes_on = (
+            self._pace.is_quick
+            and not wants_logits
+            and not self._cancelled
+            and plan.goes_on(spans, self._running, self._waiting)
+        )
+        step = Step(self._num_steps, spans, wants_logits, self._goes_on)
         try:
-            done: StepDone = await self._device.ask(Step(self._num_steps, spans, wants_logits))
+            done: StepDone = await self._device.ask(step)
         except Lost as error:
             self._lose_device(error)
             return
@@ -305,7 +329,7 @@ class Scheduler(Actor):
             for reply in replies:
                 await self._end(reply, Finish.ERROR, error)
             return
-        now_s = time.perf_counter()
+        now_s = self._done_s = time.perf_counter()
         self._pace.observe(len(spans) - len(prompts), sum(prompts), now_s - began_s)
         for reply, last in self._apply(spans, done, now_s):
             await self._close(reply)

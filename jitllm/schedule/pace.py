@@ -78,6 +78,11 @@ class Pace:
         elif prompt_tokens >= self._beside_replies(num_replies):
             self._beside = min(self._beside * _STEP, self._max_tokens)
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether a step without prompts takes no time that someone new would mind."""
+        return bool(self._plain_s) and median(self._plain_s) <= MAX_STEP_S
+
     def prompt_tokens(self, num_replies: int, others_wait: bool) -> int:
         """Most prompt tokens of the next step.
 

@@ -98,6 +98,18 @@ def spans(
     return tuple(chosen)
 
 
+def goes_on(spans: Seq[Span], running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
+    """Whether the next step is this one again with the tokens that it samples.
+
+    Unless a sequence ends, which the device sees by itself, or somebody comes or goes meanwhile.
+    """
+    return (
+        not waiting
+        and all(span.sample and span.outputs is SpanOutputs.LAST for span in spans)
+        and [span.sequence for span in spans] == [sequence.id for sequence in running]
+    )
+
+
 def _turn(sequence: Sequence) -> tuple[bool, int]:
     return not sequence.is_high, sequence.id
 

@@ -12,6 +12,7 @@ from typing import assert_never
 from actors.actor import Actor
 from actors.messages import (
     Close,
+    Cut,
     DeviceMessage,
     DeviceStats,
     DeviceStatsRequest,
@@ -53,7 +54,7 @@ class NullDevice(Actor):
                 return None
             case Step():
                 return await self._step(message)
-            case Recall() | Shrink():
+            case Cut() | Recall() | Shrink():
                 return None
             case DeviceStatsRequest():
                 return DeviceStats(sum(self.promised.values()), 0, 0, 1, "null", 1 << 20, 0, 0.0)

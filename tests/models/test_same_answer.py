@@ -340,7 +340,10 @@ async def test_an_engine_that_closes_ends_its_replies(tiny_model: TinyModel) -> 
 
 
 async def all_is_free(engine: Engine, fixed_bytes: int) -> None:
-    """Nothing runs, and nothing is held or promised to what ran."""
+    """Nothing runs, and nothing is held or promised to what ran, once who left is gone."""
     stats = await engine.stats()
+    async with asyncio.timeout(10):
+        while stats.running or stats.kv_bytes or stats.pages.fixed_bytes != fixed_bytes:
+            stats = await engine.stats()
     assert (stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0)
     assert stats.pages.fixed_bytes == fixed_bytes
