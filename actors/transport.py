@@ -378,7 +378,9 @@ class Door:
     async def open(self) -> None:
         """Let callers in."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(self._guest, path=self.address)
+        listening = _socket()
+        listening.bind(self.address)
+        self._server = await loop.create_unix_server(self._guest, sock=listening)
 
     def close(self) -> None:
         """Let nobody in any more, and end what callers have open."""
@@ -476,8 +478,21 @@ class _UnixWire(asyncio.Protocol):
 async def connect(address: str, listener: Listener) -> Wire:
     """A wire to the actor behind the door at `address`. Raises `OSError` when it is closed."""
     loop = asyncio.get_running_loop()
-    _, wire = await loop.create_unix_connection(partial(_UnixWire, listener), path=address)
+    calling = _socket()
+    try:
+        await loop.sock_connect(calling, address)
+        _, wire = await loop.create_unix_connection(partial(_UnixWire, listener), sock=calling)
+    except BaseException:
+        calling.close()
+        raise
     return wire
+
+
+def _socket() -> socket.socket:
+    """Made here and not by the event loop: not every kind of loop takes a name without a file."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.setblocking(False)
+    return made
 
 
 def _peer_uid(transport: asyncio.BaseTransport) -> int:
