@@ -27,9 +27,10 @@ import xxhash
 
 from jitllm.errors import AnyPath, DiskFull, JitllmError, UsageError
 from jitllm.formats import layout
-from jitllm.formats.gguf import Gguf, GgufTensor, drop_from_page_cache
+from jitllm.formats.gguf import Gguf, drop_from_page_cache
 from jitllm.formats.jlm import Container
 from jitllm.formats.jlm_head import Extent, TensorEntry, encode
+from jitllm.formats.placing import Source
 from jitllm.formats.plan import Plan, ReadVocabulary, make_plan, plan
 from jitllm.kernels.layout import FORMATS, TILE_ROWS
 
@@ -123,10 +124,10 @@ def _os_errors(dest: Path, planned: Plan) -> Iterator[None]:
 
 
 class _Piece(NamedTuple):
-    """Rows [start, stop) of a tensor (0, 0 for a vector) and their place in the extent."""
+    """Rows [start, stop) of a tensor of the source (0, 0: a vector), their place in the extent."""
 
     tensor: TensorEntry
-    source: GgufTensor
+    source: Source
     start: int
     stop: int
     offset: int
@@ -136,39 +137,70 @@ class _Piece(NamedTuple):
         """The bytes to write."""
         tensor = self.tensor
         if not tensor.rows:
-            return layout.vector(self.source.type, gguf.read(self.source)).data.cast("B")
-        raw = gguf.read_rows(self.source, self.start, self.stop)
+            source, first = self.source
+            values = layout.vector(source.type, gguf.read(source))
+            return values[first : first + tensor.cols].data.cast("B")
+        raw = gguf.read_rows(self.source.tensor, self.start, self.stop)
         tiles = layout.pack(tensor.format, raw, self.stop - self.start, tensor.cols)
         return tiles.reshape(-1).data
 
 
-def _pieces(planned: Plan, extent: Extent) -> Iterator[_Piece]:
-    """The pieces of an extent, in the order of the file."""
-    for tensor, source in zip(planned.header.tensors, planned.sources, strict=True):
-        if planned.header.extent_of(tensor) is not extent:
-            continue
-        if not tensor.rows:
-            yield _Piece(tensor, source, 0, 0, tensor.offset, tensor.size_bytes)
-            continue
-        padded_cols = FORMATS[tensor.format].padded_cols(tensor.cols)
-        step = max(PIECE_WEIGHTS // padded_cols // TILE_ROWS, 1) * TILE_ROWS
-        tile_bytes = tensor.size_bytes // -(-tensor.rows // TILE_ROWS)
-        for start in range(0, tensor.rows, step):
-            stop = min(start + step, tensor.rows)
-            first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
-            offset = tensor.offset + first * tile_bytes
-            yield _Piece(tensor, source, start, stop, offset, (last - first) * tile_bytes)
+class _Contents:
+    """What lies in each extent."""
+
+    def __init__(self, planned: Plan) -> None:
+        self._tensors: dict[tuple[int | None, bool], list[tuple[TensorEntry, Source]]] = {}
+        for tensor, source in zip(planned.header.tensors, planned.sources, strict=True):
+            place = (None if tensor.dense else tensor.block, tensor.experts > 0)
+            self._tensors.setdefault(place, []).append((tensor, source))
+        self._runs = planned.header.runs()
+
+    def pieces(self) -> Iterator[Iterator[_Piece]]:
+        """Of each extent its pieces, in the order of the file."""
+        yield self._of(None)
+        for block, (_, *experts) in enumerate(self._runs):
+            yield self._of(block)
+            for expert in range(len(experts)):
+                yield self._of(block, expert)
+
+    def _of(self, block: int | None, expert: int | None = None) -> Iterator[_Piece]:
+        for tensor, source in self._tensors.get((block, expert is not None), ()):
+            yield from _pieces(tensor, source, expert or 0)
+
+
+def _pieces(tensor: TensorEntry, source: Source, expert: int) -> Iterator[_Piece]:
+    """The pieces of one matrix, or of a vector."""
+    if not tensor.rows:
+        yield _Piece(tensor, source, 0, 0, tensor.offset, tensor.size_bytes)
+        return
+    padded_cols = FORMATS[tensor.format].padded_cols(tensor.cols)
+    step = max(PIECE_WEIGHTS // padded_cols // TILE_ROWS, 1) * TILE_ROWS
+    tile_bytes = tensor.size_bytes // -(-tensor.rows // TILE_ROWS)
+    before = source.first + expert * tensor.rows  # a source has experts one after the other
+    for start in range(0, tensor.rows, step):
+        stop = min(start + step, tensor.rows)
+        first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
+        yield _Piece(
+            tensor,
+            source,
+            before + start,
+            before + stop,
+            tensor.offset + first * tile_bytes,
+            (last - first) * tile_bytes,
+        )
 
 
 def _write(
     gguf: Gguf, planned: Plan, part: _Part, progress: Progress | None, sync_bytes: int
 ) -> None:
     """Every extent that the part file does not hold yet."""
+    contents = _Contents(planned).pieces()
     for number, (_, extent) in enumerate(planned.header.extents()):
+        pieces = next(contents)
         if number < len(part.sums):
             continue
         part.begin(extent)
-        for piece in _pieces(planned, extent):
+        for piece in pieces:
             if extent.offset + piece.offset + piece.size_bytes <= part.done:
                 continue
             part.write(extent.offset + piece.offset, piece.pack(gguf))
@@ -243,11 +275,11 @@ class _Part:
     def finish(self) -> None:
         """Write the header, look at the result as a reader would, and put it in its place."""
         header = self.planned.header
-        dense, *blocks = (
+        summed = (
             replace(extent, xxh3=found)
             for (_, extent), found in zip(header.extents(), self.sums, strict=True)
         )
-        front = encode(replace(header, dense=dense, blocks=tuple(blocks)))
+        front = encode(header.with_extents(summed))
         _write_at(self._fd, 0, memoryview(front))
         os.fsync(self._fd)
         drop_from_page_cache(self._fd)

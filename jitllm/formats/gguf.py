@@ -17,6 +17,7 @@ from typing import Self
 from jitllm.errors import BadSource, shown
 from jitllm.formats.ggml import GgmlType
 from jitllm.formats.gguf_head import GgufTensor, GgufValue, read_at, read_head
+from jitllm.units import counted
 
 __all__ = ["GgmlType", "Gguf", "GgufTensor", "GgufValue", "drop_from_page_cache"]
 
@@ -143,7 +144,8 @@ def _check_parts(parts: list[_Part]) -> None:
     said_tensors = parts[0].metadata.get("split.tensors.count", num_tensors)
     if len(parts) > 1 and said_tensors != num_tensors:
         raise BadSource(
-            parts[0].path, f"its parts hold {num_tensors} tensors and should hold {said_tensors}"
+            parts[0].path,
+            f"its parts hold {counted(num_tensors, 'tensor')} and should hold {said_tensors}",
         )
 
 

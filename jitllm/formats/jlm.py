@@ -89,9 +89,9 @@ class Container:
                 progress(done, total)
         return problems
 
-    def read(self, tensor: TensorEntry) -> bytes:
-        """The bytes of one tensor; its extent's sum is not looked at."""
-        offset = self.header.extent_of(tensor).offset + tensor.offset
+    def read(self, tensor: TensorEntry, expert: int = 0) -> bytes:
+        """The bytes of one tensor, or of one expert's matrix; the extent's sum is not looked at."""
+        offset = self.header.extent_of(tensor, expert).offset + tensor.offset
         data = _read_at(self.path, self._fd, offset, tensor.size_bytes)
         _drop(self._fd)
         return data

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, cast
 
 import msgpack
@@ -18,9 +18,10 @@ import xxhash
 
 from jitllm.errors import AnyPath, BadContainer, shown
 from jitllm.kernels.layout import FORMATS, FormatCode
+from jitllm.units import counted
 
 MAGIC = b"JITLLM\0\0"
-VERSION = 1
+VERSION = 2
 EXTENT_ALIGNMENT = 4096
 TENSOR_ALIGNMENT = 64
 MAX_HEADER_BYTES = 256 << 20
@@ -49,6 +50,8 @@ class TensorEntry:
     rows: 0 for a plain f32 vector of `cols` elements. dense: it lies in the dense region, as all
     vectors and all tensors without a block do; any other lies in its block's extent.
     offset: bytes from the start of that extent, a multiple of 64.
+    experts: there is one such matrix in the extent of each of so many experts of the block, all at
+    the same offset; 0 for a single one.
     """
 
     role: str
@@ -59,6 +62,7 @@ class TensorEntry:
     dense: bool
     offset: int
     size_bytes: int
+    experts: int = 0
 
     @property
     def name(self) -> str:
@@ -117,16 +121,76 @@ class Header:
     def extents(self) -> Iterator[tuple[str, Extent]]:
         """Every extent with its name, in the order of the file."""
         yield "dense region", self.dense
-        for number, extent in enumerate(self.blocks):
-            yield f"block {number}", extent
+        for number, (block, *experts) in enumerate(self.runs()):
+            yield f"block {number}", block
+            for expert, extent in enumerate(experts):
+                yield f"expert {expert} of block {number}", extent
         for number, extent in enumerate(self.vision):
             yield f"vision block {number}", extent
-        for expert in self.experts:
-            yield f"expert {expert.expert} of block {expert.block}", expert.extent
 
-    def extent_of(self, tensor: TensorEntry) -> Extent:
-        """The extent in which a tensor lies."""
-        return self.dense if tensor.dense or tensor.block is None else self.blocks[tensor.block]
+    @property
+    def weight_bytes(self) -> int:
+        """All weights."""
+        return sum(extent.length for _, extent in self.extents())
+
+    @property
+    def frame_bytes(self) -> tuple[int, ...]:
+        """Of each block with its experts, from its start in the file to its end."""
+        return tuple(run[-1].offset + run[-1].length - run[0].offset for run in self.runs())
+
+    def with_extents(self, extents: Iterable[Extent]) -> Header:
+        """The same with other extents, given in the order of `extents`."""
+        found = iter(extents)
+        dense = next(found)
+        blocks, experts = [], []
+        for number, (_, *present) in enumerate(self.runs()):
+            blocks.append(next(found))
+            experts += [ExpertExtent(number, e, next(found)) for e in range(len(present))]
+        return replace(
+            self,
+            dense=dense,
+            blocks=tuple(blocks),
+            experts=tuple(experts),
+            vision=tuple(found),
+        )
+
+    def runs(self) -> tuple[tuple[Extent, ...], ...]:
+        """Of each block its extent, then those of its experts, one behind the other."""
+        return runs(self.blocks, self.experts)
+
+    def extent_of(self, tensor: TensorEntry, expert: int = 0) -> Extent:
+        """The extent in which a tensor lies, or that of an expert."""
+        if tensor.dense or tensor.block is None:
+            return self.dense
+        if not tensor.experts:
+            return self.blocks[tensor.block]
+        place = (tensor.block, expert)
+        return next(e.extent for e in self.experts if (e.block, e.expert) == place)
+
+
+def runs(
+    blocks: Sequence[Extent], experts: Iterable[ExpertExtent]
+) -> tuple[tuple[Extent, ...], ...]:
+    """Of each block its extent, then those of its experts in order."""
+    found = [[extent] for extent in blocks]
+    for expert in experts:
+        found[expert.block].append(expert.extent)
+    return tuple(map(tuple, found))
+
+
+def expert_places(tensors: Iterable[TensorEntry]) -> dict[int, tuple[int, int]]:
+    """Of each block with experts: bytes from its start to the first of them, and from one expert to
+    the next, in the file and in memory alike."""
+    own: dict[int, int] = {}
+    each: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.block is not None and not tensor.dense:
+            ends = each if tensor.experts else own
+            ends[tensor.block] = max(ends.get(tensor.block, 0), tensor.offset + tensor.size_bytes)
+    return {
+        block: (round_up(own.get(block, 0), EXTENT_ALIGNMENT), round_up(end, EXTENT_ALIGNMENT))
+        for block, end in each.items()
+    }
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -234,6 +298,7 @@ class _Decoder:
             ),
             vision=self.extents(plain["vision"], "vision"),
         )
+        self.check_experts(header)
         self.check_extents(header, PROLOGUE.size + len(body))
         self.check_tensors(header)
         self.check_tokens(header)
@@ -321,7 +386,7 @@ class _Decoder:
         cells = self.items(value, "a tensor")
         if len(cells) != len(fields(TensorEntry)):
             self.fail(f"a tensor has {len(cells)} fields, not {len(fields(TensorEntry))}")
-        role, block, code, rows, cols, dense, offset, size = cells
+        role, block, code, rows, cols, dense, offset, size, experts = cells
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             self.fail(f"a tensor has the role {shown(role)}")
         if block is not None:
@@ -339,9 +404,33 @@ class _Decoder:
             dense,
             self.number(offset, f"the offset of {role}", MAX_BYTES),
             self.number(size, f"the size of {role}", MAX_BYTES),
+            self.number(experts, f"the experts of {role}", MAX_DIM),
         )
 
     # --- what must hold between them ----------------------------------------------------------
+
+    def check_experts(self, header: Header) -> None:
+        """Each block's in order, as many as it has tensors for, as long as these, behind it."""
+        counts: dict[int, int] = {}
+        for expert in header.experts:
+            if expert.block >= len(header.blocks):
+                self.fail(f"an expert belongs to block {expert.block} of {len(header.blocks)}")
+            if expert.expert != counts.get(expert.block, 0):
+                self.fail(f"expert {expert.expert} of block {expert.block} is out of order")
+            counts[expert.block] = expert.expert + 1
+        for tensor in header.tensors:
+            block = -1 if tensor.block is None else tensor.block
+            if tensor.experts and tensor.experts != counts.get(block):
+                self.fail(f"{tensor.name} is of {counted(tensor.experts, 'expert')}, not there")
+        places = expert_places(header.tensors)
+        if places.keys() != counts.keys():
+            self.fail("there are experts without tensors")
+        for index, (own, *experts) in enumerate(header.runs()):
+            first, stride = places.get(index, (0, 0))
+            for number, extent in enumerate(experts):
+                begin = own.offset + first + number * stride
+                if extent.offset != begin or extent.end != begin + stride:
+                    self.fail(f"expert {number} of block {index} is not where it must be")
 
     def check_extents(self, header: Header, header_bytes: int) -> None:
         """Aligned, inside the file, behind the header, and apart from each other."""
@@ -359,36 +448,37 @@ class _Decoder:
             if extent.offset < end:
                 self.fail(f"the {name} begins inside the {before}")
             end, before = extent.end, name
-        pairs = {(expert.block, expert.expert) for expert in header.experts}
-        if len(pairs) != len(header.experts):
-            self.fail("an expert has two extents")
-        if any(block >= len(header.blocks) for block, _ in pairs):
-            self.fail(f"an expert belongs to no block of {len(header.blocks)}")
 
     def check_tensors(self, header: Header) -> None:
         """Each where it must be, as long as it must be, and only once."""
         seen: set[tuple[str, int | None]] = set()
+        runs = header.runs()
         for tensor in header.tensors:
             if (tensor.role, tensor.block) in seen:
                 self.fail(f"{tensor.name} stands there twice")
             seen.add((tensor.role, tensor.block))
             if tensor.block is not None and tensor.block >= len(header.blocks):
-                self.fail(f"{tensor.name}: there are {len(header.blocks)} blocks")
+                self.fail(f"{tensor.name}: the model has {counted(len(header.blocks), 'block')}")
             if problem := _shape_problem(tensor):
                 self.fail(f"{tensor.name} {problem}")
-            length = header.extent_of(tensor).length
+            if tensor.dense or tensor.block is None:
+                extents: tuple[Extent, ...] = (header.dense,)
+            else:
+                block, *experts = runs[tensor.block]
+                extents = tuple(experts) if tensor.experts else (block,)
+            length = min(extent.length for extent in extents)
             if tensor.offset + tensor.size_bytes > length:
                 end = tensor.offset + tensor.size_bytes
                 self.fail(f"{tensor.name} ends at {end} of {length} bytes")
         self.check_overlaps(header)
 
     def check_overlaps(self, header: Header) -> None:
-        end: dict[Extent, int] = {}
+        end: dict[tuple[int | None, bool], int] = {}
         for tensor in sorted(header.tensors, key=lambda t: t.offset):
-            extent = header.extent_of(tensor)
-            if tensor.offset < end.get(extent, 0):
+            place = (None if tensor.dense else tensor.block, tensor.experts > 0)
+            if tensor.offset < end.get(place, 0):
                 self.fail(f"{tensor.name} overlaps another tensor")
-            end[extent] = tensor.offset + tensor.size_bytes
+            end[place] = tensor.offset + tensor.size_bytes
 
     def check_tokens(self, header: Header) -> None:
         """Every id that the tokenizer can make has a row in the embedding matrix."""
@@ -397,7 +487,7 @@ class _Decoder:
             self.fail("its vocabulary has no types")
         for tensor in header.tensors:
             if tensor.role == "token_embd" and tensor.rows < len(types):
-                self.fail(f"it has {len(types)} tokens and rows for {tensor.rows}")
+                self.fail(f"it has {counted(len(types), 'token')} and rows for {tensor.rows}")
         for stop_id in header.stop_ids:
             self.number(stop_id, "a stop id", len(types))
 
@@ -411,9 +501,11 @@ def _shape_problem(tensor: TensorEntry) -> str:
     if tensor.dense != (tensor.block is None or tensor.rows == 0):
         return "lies in the wrong extent"
     if tensor.cols == 0 or tensor.cols % form.col_multiple:
-        return f"has {tensor.cols} columns, which {form.name} cannot have"
+        return f"has {counted(tensor.cols, 'column')}, which {form.name} cannot have"
     if tensor.rows == 0 and tensor.format is not FormatCode.F32:
         return f"is a vector in {form.name}"
+    if tensor.experts and tensor.dense:
+        return "is of experts and in the dense region"
     if tensor.offset % TENSOR_ALIGNMENT:
         return f"begins at {tensor.offset}, no multiple of {TENSOR_ALIGNMENT}"
     needed = tensor_bytes(tensor.format, tensor.rows, tensor.cols)

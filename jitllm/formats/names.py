@@ -17,6 +17,7 @@ _BLOCK = {
     "attn_q": "attn_q",
     "attn_k": "attn_k",
     "attn_v": "attn_v",
+    "attn_qkv": "attn_qkv",
     "attn_output": "attn_output",
     "attn_q_norm": "attn_q_norm",
     "attn_k_norm": "attn_k_norm",
@@ -26,7 +27,21 @@ _BLOCK = {
     "ffn_up": "ffn_up",
     "ffn_down": "ffn_down",
     "post_ffw_norm": "ffn_post_norm",
+    "ffn_gate_inp": "ffn_gate_inp",
+    "ffn_gate_exps": "ffn_gate_exps",
+    "ffn_up_exps": "ffn_up_exps",
+    "ffn_down_exps": "ffn_down_exps",
+    "ffn_gate_inp_shexp": "ffn_gate_inp_shexp",
+    "ffn_gate_shexp": "ffn_gate_shexp",
+    "ffn_up_shexp": "ffn_up_shexp",
+    "ffn_down_shexp": "ffn_down_shexp",
+    "exp_probs_b": "exp_probs_b",
 }
+EXPERT_ROLES = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
+"""Of which there is a matrix for each expert, in one tensor of three dimensions."""
+
+ROW_ROLES = frozenset({"ffn_gate_inp_shexp"})
+"""Matrices of a single row, which files have as vectors."""
 
 
 def _with_parts(names: dict[str, str]) -> dict[str, str]:
@@ -54,7 +69,7 @@ def role_of(name: str) -> tuple[str, int | None]:
             return role, int(match[1])
     elif (role := _DENSE_ROLES.get(name)) is not None:
         return role, None
-    raise UnsupportedModel("tensor", name, [*_DENSE_ROLES, *(f"blk.N.{n}" for n in _BLOCK_ROLES)])
+    raise UnsupportedModel("tensor", name, [*_DENSE, "rope_freqs", *(f"blk.N.{n}" for n in _BLOCK)])
 
 
 def source_name(role: str, block: int | None) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -32,6 +32,31 @@ class _Slice(NamedTuple):
     offset: int
     needed: int
     into: memoryview
+
+
+class Sums:
+    """The checksums of extents that lie one behind the other, taken piece by piece.
+
+    length: from the start of the first to the end of the last.
+    """
+
+    def __init__(self, extents: Sequence[Extent]) -> None:
+        self._extents = extents
+        self._digests = [xxhash.xxh3_64() for _ in extents]
+        self.length = extents[-1].offset + extents[-1].length - extents[0].offset
+
+    def update(self, start: int, data: memoryview) -> None:
+        """Take the next piece, which begins `start` bytes behind the start of the first extent."""
+        base = self._extents[0].offset + start
+        for extent, digest in zip(self._extents, self._digests, strict=True):
+            first, last = max(extent.offset - base, 0), extent.offset + extent.length - base
+            if first < len(data) and last > 0:
+                digest.update(data[first : min(last, len(data))])
+
+    def wrong(self) -> Extent | None:
+        """The first extent whose bytes are not what was written."""
+        pairs = zip(self._extents, self._digests, strict=True)
+        return next((extent for extent, d in pairs if d.intdigest() != extent.xxh3), None)
 
 
 class Reader:
@@ -98,11 +123,38 @@ class Reader:
         if not self.is_direct:
             _advise(self._buffered_fd, offset, round_up(num_bytes), os.POSIX_FADV_DONTNEED)
 
-    def read_extent(self, extent: Extent, into: memoryview, *, verify: bool = True) -> None:
-        """`read` all of `extent`; with `verify`, raise `PageError` for a wrong checksum too."""
-        self.read(extent.offset, extent.length, into)
-        if verify and xxhash.xxh3_64_intdigest(into[: extent.length]) != extent.xxh3:
-            raise PageError(self.path, extent.offset, "the checksum is wrong")
+    def read_extent(
+        self,
+        extent: Extent,
+        into: memoryview,
+        *,
+        verify: bool = True,
+        pieces: Iterable[range] | None = None,
+    ) -> None:
+        """`read` all of `extent`; with `verify`, raise `PageError` for a wrong checksum too.
+
+        pieces: spans of the extent, one after the other, that begin at multiples of 4096; whoever
+        makes them may take time between two of them. By default there is one.
+        """
+        self.read_run((extent,), into, verify=verify, pieces=pieces)
+
+    def read_run(
+        self,
+        extents: Sequence[Extent],
+        into: memoryview,
+        *,
+        verify: bool = True,
+        pieces: Iterable[range] | None = None,
+    ) -> None:
+        """`read_extent` for extents that lie one behind the other: pieces are counted from the
+        first one's start, and between two of them are bytes that belong to none."""
+        sums = Sums(extents)
+        for piece in pieces or [range(sums.length)]:
+            self.read(extents[0].offset + piece.start, len(piece), into[piece.start :])
+            if verify:
+                sums.update(piece.start, into[piece.start : piece.stop])
+        if verify and (wrong := sums.wrong()):
+            raise PageError(self.path, wrong.offset, "the checksum is wrong")
 
     def close(self) -> None:
         """Finish what is in flight and close the file."""

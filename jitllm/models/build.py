@@ -1,8 +1,7 @@
 """Wires a spec, its numbers and its tensors to a graph: the only wiring there is.
 
-Knows which op follows which. Knows no architecture by name, no device and no bytes. Tensors are
-untrusted: each one's shape is checked against the numbers, and one that no op reads is refused,
-because leaving it out would silently be another model.
+Knows which op follows which (of a mixture of experts, `mixture.py` does). Knows no architecture by
+name, no device and no bytes.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jitllm.formats.names import source_name
 from jitllm.kernels.attention import Attention
 from jitllm.kernels.embed import Embed
 from jitllm.kernels.gather import Gather
 from jitllm.kernels.glu import Glu
 from jitllm.kernels.kv_write import KvWrite
-from jitllm.kernels.layout import FORMATS
-from jitllm.kernels.matmul import MatMul
-from jitllm.kernels.norm import Norm
-from jitllm.kernels.op import Buffer, Const, Element, Op, Rows, Weight
-from jitllm.kernels.quantize import Quantize
+from jitllm.kernels.op import Buffer, Const, Op, Rows, Weight
 from jitllm.kernels.rope import Rope
 from jitllm.kernels.rope_table import RopeTable
 from jitllm.models.graph import Graph, KvShape
 from jitllm.models.hparams import BadModel, Hparams
+from jitllm.models.mixture import Mixture
 from jitllm.models.rope import Scaling, frequencies
-from jitllm.models.spec import LocalBlocks, RopeStyle, Spec
+from jitllm.models.spec import LocalBlocks, QkNorm, RopeStyle, Spec
+from jitllm.models.wires import Ops, Tensors
 
 MIN_TEMPERATURE_STEPS = 1024
 """Steps of the temperature table, at least: a context may be longer than the trained one."""
@@ -45,123 +41,7 @@ def build(
     weights: the whole tensor table. rope_factors: the values of `rope_freqs`, if there is one.
     Raises BadModel: a tensor is missing, has the wrong shape, or is not part of this model.
     """
-    return _Wiring(spec, hparams, _Tensors(weights), rope_factors).graph()
-
-
-class _Tensors:
-    """The tensor table; remembers what was asked for."""
-
-    def __init__(self, weights: Iterable[Weight]) -> None:
-        self.table: dict[tuple[str, int | None], Weight] = {}
-        for weight in weights:
-            if (weight.role, weight.block) in self.table:
-                raise BadModel(f"tensor {_name(weight)} occurs twice")
-            self.table[weight.role, weight.block] = weight
-        self.used: set[tuple[str, int | None]] = set()
-
-    def matrix(self, role: str, block: int | None, rows: int, cols: int) -> Weight:
-        """A matrix of exactly this shape; `rows` 0 stands for as many as there are."""
-        found = self._take(role, block)
-        if found is None:
-            raise BadModel(f"tensor {source_name(role, block)} is missing")
-        if not found.rows or found.cols != cols or found.rows != (rows or found.rows):
-            wanted = f"[{rows or 'any'}, {cols}]"
-            raise BadModel(f"tensor {_name(found)} has shape {_shape(found)}, not {wanted}")
-        return found
-
-    def vector(self, role: str, block: int | None, size: int) -> Weight:
-        """A vector of exactly this size."""
-        found = self.optional_vector(role, block, size)
-        if found is None:
-            raise BadModel(f"tensor {source_name(role, block)} is missing")
-        return found
-
-    def optional_vector(self, role: str, block: int | None, size: int) -> Weight | None:
-        """A vector of exactly this size, or None where there is none."""
-        found = self._take(role, block)
-        if found is not None and (found.rows or found.cols != size):
-            raise BadModel(f"tensor {_name(found)} has shape {_shape(found)}, not [{size}]")
-        return found
-
-    def has(self, role: str) -> bool:
-        """Is there a tensor of this role in the dense region?"""
-        return (role, None) in self.table
-
-    def refuse_unused(self) -> None:
-        """Every tensor must have been asked for."""
-        for key, weight in self.table.items():
-            if key not in self.used:
-                raise BadModel(f"tensor {_name(weight)} is no part of this architecture")
-
-    def _take(self, role: str, block: int | None) -> Weight | None:
-        self.used.add((role, block))
-        return self.table.get((role, block))
-
-
-def _name(weight: Weight) -> str:
-    return source_name(weight.role, weight.block)
-
-
-def _shape(weight: Weight) -> str:
-    return f"[{weight.rows}, {weight.cols}]" if weight.rows else f"[{weight.cols}]"
-
-
-class _Ops:
-    """Collects the ops of one part; quantises a source at most once, and only on demand."""
-
-    def __init__(self, tensors: _Tensors, block: int | None = None) -> None:
-        self.tensors = tensors
-        self.block = block
-        self.ops: list[Op] = []
-        self.quantized: set[Buffer] = set()
-
-    def add(self, op: Op) -> None:
-        """Append an op; what it writes is quantised afresh by its next reader."""
-        self.ops.append(op)
-        self.quantized -= set(op.writes)
-
-    def norm(
-        self,
-        role: str,
-        src: Buffer,
-        dst: Buffer,
-        eps: float,
-        *,
-        segment: int = 0,
-        add: Buffer | None = None,
-    ) -> None:
-        """Normalise rows, or the segments of them."""
-        segment = segment or src.width
-        gain = self.tensors.vector(role, self.block, segment)
-        self.add(Norm(src, dst, gain, eps, segment, add))
-
-    def product(self, role: str, src: Buffer, dst: Buffer, add: Buffer | None = None) -> None:
-        """Multiply by a matrix of the block, with its bias if it has one."""
-        weight = self.tensors.matrix(role, self.block, dst.width, src.width)
-        self.product_with(weight, src, dst, self._bias(role, dst), add)
-
-    def product_with(
-        self,
-        weight: Weight,
-        src: Buffer,
-        dst: Buffer,
-        bias: Weight | None = None,
-        add: Buffer | None = None,
-    ) -> None:
-        """Multiply by `weight`: its format decides whether it meets f32 or quantised rows."""
-        if FORMATS[weight.format].is_quantized:
-            src = self._quantized(src)
-        self.add(MatMul(src, dst, weight, bias, add))
-
-    def _bias(self, role: str, dst: Buffer) -> Weight | None:
-        return self.tensors.optional_vector(f"{role}.bias", self.block, dst.width)
-
-    def _quantized(self, src: Buffer) -> Buffer:
-        twin = replace(src, name=f"{src.name}q", element=Element.Q8)
-        if src not in self.quantized:
-            self.add(Quantize(src, twin))
-            self.quantized.add(src)
-        return twin
+    return _Wiring(spec, hparams, Tensors(weights), rope_factors).graph()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +62,7 @@ class _Wiring:
         self,
         spec: Spec,
         hparams: Hparams,
-        tensors: _Tensors,
+        tensors: Tensors,
         rope_factors: Sequence[float] | None,
     ) -> None:
         self.spec = spec
@@ -200,11 +80,13 @@ class _Wiring:
         self.y = Buffer("y", hp.width)
         self.temperature = self._temperature()
         self.positions = self._positions()
+        self.mixture = self._mixture()
+        self._check_scales()
 
     def graph(self) -> Graph:
         """Everything, in order."""
         table = self.tensors.matrix("token_embd", None, 0, self.hp.width)
-        scale = math.sqrt(self.hp.width) if self.spec.scaled_embedding else 1.0
+        scale = math.sqrt(self.hp.width) if self.spec.scaled_embedding else self.hp.embedding_scale
         blocks = tuple(self.block(i) for i in range(self.hp.num_blocks))
         head = self.head(table)
         self.tensors.refuse_unused()
@@ -225,23 +107,24 @@ class _Wiring:
 
     def block(self, block: int) -> tuple[Op, ...]:
         """Attention, then the feed-forward layer."""
-        ops = _Ops(self.tensors, block)
+        ops = Ops(self.tensors, block)
         self._attend(ops, block)
-        self._feed_forward(ops)
+        self._feed_forward(ops, block)
         return tuple(ops.ops)
 
     def head(self, table: Weight) -> tuple[Op, ...]:
         """The rows whose logits are wanted, normalised, times the head; without a matrix of its
         own the head is the embedding `table`."""
-        ops = _Ops(self.tensors)
+        ops = Ops(self.tensors)
         out = Buffer("out", self.hp.width, Rows.OUTPUTS)
         logits = Buffer("logits", table.rows, Rows.OUTPUTS)
         ops.add(Gather(self.x, out))
         ops.norm("output_norm", out, out, self.hp.eps)
+        scale = 1.0 / self.hp.logit_scale
         if self.tensors.has("output"):
-            ops.product("output", out, logits)
+            ops.product("output", out, logits, scale=scale)
         else:
-            ops.product_with(table, out, logits)
+            ops.product_with(table, out, logits, scale=scale)
         return tuple(ops.ops)
 
     def kv_shape(self, positions: _Positions) -> KvShape:
@@ -250,15 +133,17 @@ class _Wiring:
 
     # --- the two halves of a block ------------------------------------------------------------
 
-    def _attend(self, ops: _Ops, block: int) -> None:
+    def _attend(self, ops: Ops, block: int) -> None:
         hp, positions = self.hp, self.positions[block]
         ops.norm("attn_norm", self.x, self.h, hp.eps)
         for role, dst in (("attn_q", self.q), ("attn_k", self.k), ("attn_v", self.v)):
             ops.product(role, self.h, dst)
-        if self.spec.attention.head_norm:
-            for role, heads in (("attn_q_norm", self.q), ("attn_k_norm", self.k)):
-                ops.norm(role, heads, heads, hp.eps, segment=hp.k_dim)
-        self._rotate(ops, positions)
+        if self.spec.attention.norm_after_rope:
+            self._rotate(ops, positions)
+            self._normalise_heads(ops)
+        else:
+            self._normalise_heads(ops)
+            self._rotate(ops, positions)
         ops.add(KvWrite(self.k, self.v, block, hp.kv_heads, hp.k_dim, hp.v_dim))
         ops.add(
             Attention(
@@ -275,22 +160,46 @@ class _Wiring:
         )
         self._add_to_residual(ops, "attn", self.attn, "attn_output")
 
-    def _feed_forward(self, ops: _Ops) -> None:
-        ops.norm("ffn_norm", self.x, self.h, self.hp.eps)
+    def _feed_forward(self, ops: Ops, block: int) -> None:
+        ops.norm(self.spec.ffn_norm, self.x, self.h, self.hp.eps)
+        if self.mixture is not None and self.mixture.numbers.has_block(block):
+            self._mix(ops, self.mixture)
+            return
         ops.product("ffn_gate", self.h, self.gate)
         ops.product("ffn_up", self.h, self.up)
         ops.add(Glu(self.gate, self.up, self.gate, self.spec.feed_forward.activation))
         self._add_to_residual(ops, "ffn", self.gate, "ffn_down")
 
-    def _add_to_residual(self, ops: _Ops, half: str, src: Buffer, role: str) -> None:
-        """Project back to the hidden state and add it, normalised first where the spec says so."""
+    def _mix(self, ops: Ops, mixture: Mixture) -> None:
+        """The feed-forward layer of a block with experts."""
+        scale = self.hp.residual_scale
         if self.spec.post_norms:
-            ops.product(role, src, self.y)
+            mixture.add_to(ops, self.h, self.y, None, scale)
+            ops.norm("ffn_post_norm", self.y, self.x, self.hp.eps, add=self.x)
+        else:
+            mixture.add_to(ops, self.h, self.x, self.x, scale)
+
+    def _add_to_residual(self, ops: Ops, half: str, src: Buffer, role: str) -> None:
+        """Project back to the hidden state and add it, normalised first where the spec says so."""
+        scale = self.hp.residual_scale
+        if self.spec.post_norms:
+            ops.product(role, src, self.y, scale=scale)
             ops.norm(f"{half}_post_norm", self.y, self.x, self.hp.eps, add=self.x)
         else:
-            ops.product(role, src, self.x, add=self.x)
+            ops.product(role, src, self.x, self.x, scale)
 
-    def _rotate(self, ops: _Ops, positions: _Positions) -> None:
+    def _normalise_heads(self, ops: Ops) -> None:
+        attention = self.spec.attention
+        pairs = (("attn_q_norm", self.q), ("attn_k_norm", self.k))
+        if attention.qk_norm is QkNorm.NONE:
+            return
+        if attention.optional_norm and not any(ops.has(role) for role, _ in pairs):
+            return
+        for role, heads in pairs:
+            segment = self.hp.k_dim if attention.qk_norm is QkNorm.HEAD else heads.width
+            ops.norm(role, heads, heads, self.hp.eps, segment=segment)
+
+    def _rotate(self, ops: Ops, positions: _Positions) -> None:
         hp = self.hp
         interleaved = self.spec.attention.rope is RopeStyle.INTERLEAVED
         period = hp.temperature.period if hp.temperature else 1
@@ -305,6 +214,24 @@ class _Wiring:
         by_width = hp.num_blocks in self.spec.attention.width_scaled
         return 1.0 / math.sqrt(hp.width // hp.heads if by_width else hp.k_dim)
 
+    # --- what file and spec must agree on ------------------------------------------------------
+
+    def _mixture(self) -> Mixture | None:
+        """The experts of the file, routed as the spec says."""
+        numbers, experts = self.hp.experts, self.spec.experts
+        if numbers is None:
+            return None
+        if experts is None:
+            raise BadModel(f"expert_count is {numbers.count}, and this architecture has no experts")
+        activation = self.spec.feed_forward.activation
+        return Mixture(numbers, experts, activation, self.hp.width, self.tensors)
+
+    def _check_scales(self) -> None:
+        for key in ("embedding_scale", "residual_scale", "logit_scale"):
+            value = getattr(self.hp, key)
+            if value != 1.0 and not self.spec.scaled_by_file:
+                raise BadModel(f"{key} is {value:g}, and this architecture scales by no file")
+
     # --- positions ----------------------------------------------------------------------------
 
     def _positions(self) -> tuple[_Positions, ...]:
@@ -315,7 +242,7 @@ class _Wiring:
         local = self.spec.attention.local
         if local is None or not hp.window:
             return (far,) * hp.num_blocks
-        base = hp.local_rope_base or local.rope_base
+        base = hp.local_rope_base or local.rope_base or hp.rope_base
         near = _Positions(hp.window, Buffer("rope_local", hp.num_rotated), base)
         return tuple(near if is_local else far for is_local in self._local_blocks(local))
 

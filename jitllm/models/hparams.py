@@ -7,15 +7,16 @@ it needs no checks of its own.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jitllm.errors import shown
+from jitllm.models.expert_numbers import ExpertNumbers
+from jitllm.models.keys import BadModel, Config, Keys, at_least
 from jitllm.models.rope import Scaling, ScalingKind
+from jitllm.units import counted
 
-Value = int | float | str | bool | Sequence[object]
-Config = Mapping[str, Value]
+__all__ = ["BadModel", "Config", "ExpertNumbers", "Hparams", "Temperature"]
 
 MAX_POSITIONS = 2**24
 """Rotary angles are exact up to here (`kernels/rope_table`)."""
@@ -24,10 +25,6 @@ MAX_BLOCKS = 4096
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_WIDTH = 2**20
-
-
-class BadModel(ValueError):
-    """Keys or tensors that make no model; the message names the key or the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +42,8 @@ class Hparams:
     Sizes in elements: width of the hidden state, ffn_width, k_dim and v_dim of a head, num_rotated
     elements of a head that are rotated. window: positions that a local block sees, 0 for no local
     blocks. local_pattern: a period, or which blocks are local, or None where the file is silent.
-    attention_scale: multiplies scores, None where the file is silent. temperature: None where the
-    file has none.
+    attention_scale: multiplies scores, None where the file is silent. temperature, experts: None
+    where the file has none. embedding_scale, residual_scale, logit_scale: 1 where it is silent.
     """
 
     context_length: int
@@ -66,11 +63,15 @@ class Hparams:
     local_pattern: int | tuple[bool, ...] | None
     attention_scale: float | None
     temperature: Temperature | None
+    experts: ExpertNumbers | None
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
 
     @staticmethod
     def read(config: Config) -> Hparams:
         """The numbers in `config`: keys without the architecture's prefix. Raises BadModel."""
-        keys = _Keys(config)
+        keys = Keys(config)
         keys.refuse_nonzero("attn_logit_softcapping", "final_logit_softcapping")
         context_length = keys.count("context_length", MAX_POSITIONS)
         num_blocks = keys.count("block_count", MAX_BLOCKS)
@@ -82,11 +83,12 @@ class Hparams:
         head_dim = width // heads if width % heads == 0 else None
         k_dim = keys.count("attention.key_length", MAX_HEAD_DIM, default=head_dim)
         scaling = _scaling(keys, context_length)
+        ffn_width = keys.count("feed_forward_length", MAX_WIDTH)
         return Hparams(
             context_length=context_length,
             num_blocks=num_blocks,
             width=width,
-            ffn_width=keys.count("feed_forward_length", MAX_WIDTH),
+            ffn_width=ffn_width,
             heads=heads,
             kv_heads=kv_heads,
             k_dim=k_dim,
@@ -100,6 +102,10 @@ class Hparams:
             local_pattern=_local_pattern(keys, num_blocks),
             attention_scale=keys.optional("attention.scale", 0.0, 1e3) or None,
             temperature=_temperature(keys, context_length, scaling.original_context),
+            experts=ExpertNumbers.read(keys, num_blocks, ffn_width),
+            embedding_scale=keys.scale("embedding_scale"),
+            residual_scale=keys.scale("residual_scale"),
+            logit_scale=keys.scale("logit_scale"),
         )
 
 
@@ -108,70 +114,7 @@ _MAX_BASE = 1e30
 _MAX_LEVELS = 2**16
 
 
-class _Keys:
-    """Looks a key up, checks it, and says what is wrong with it by name."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def value(self, key: str) -> Value | None:
-        """The raw value. A list of one value per block counts as that value if all are equal."""
-        found = self.config.get(key)
-        if not isinstance(found, Sequence) or isinstance(found, str):
-            return found
-        first = found[0] if found else None
-        if isinstance(first, bool | int | float) and all(item == first for item in found):
-            return first
-        raise BadModel(f"{key} differs from block to block, which no graph supports")
-
-    def count(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
-        """An integer in [least, most]."""
-        value = self.value(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise BadModel(f"{key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise BadModel(f"{key} is {shown(value)}, not a whole number")
-        if not least <= value <= most:
-            raise BadModel(f"{key} is {value}, not between {least} and {most}")
-        return value
-
-    def optional(self, key: str, least: float, most: float) -> float | None:
-        """A number in [least, most], or None where the file is silent."""
-        value = self.value(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadModel(f"{key} is {shown(value)}, not a number")
-        if not (math.isfinite(value) and least <= value <= most):
-            raise BadModel(f"{key} is {value:g}, not between {least:g} and {most:g}")
-        return float(value)
-
-    def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
-        """A number in [least, most]."""
-        value = self.optional(key, least, most)
-        if value is None:
-            value = default
-        if value is None:
-            raise BadModel(f"{key} is missing")
-        return value
-
-    def word(self, key: str, default: str) -> str:
-        """A string."""
-        value = self.config.get(key, default)
-        if not isinstance(value, str):
-            raise BadModel(f"{key} is {shown(value)}, not a word")
-        return value
-
-    def refuse_nonzero(self, *names: str) -> None:
-        """Features that would change every logit and that no graph has."""
-        for key in names:
-            if self.value(key):
-                raise BadModel(f"{key} is {shown(self.value(key))}, which no graph supports")
-
-
-def _num_rotated(keys: _Keys, k_dim: int) -> int:
+def _num_rotated(keys: Keys, k_dim: int) -> int:
     """`rope.dimension_count`: even, and no more than a head has."""
     key = "rope.dimension_count"
     num_rotated = keys.count(key, k_dim, default=k_dim)
@@ -180,7 +123,7 @@ def _num_rotated(keys: _Keys, k_dim: int) -> int:
     return num_rotated
 
 
-def _scaling(keys: _Keys, context_length: int) -> Scaling:
+def _scaling(keys: Keys, context_length: int) -> Scaling:
     """`rope.scaling.*`; a factor without a type is linear, as in files from before there were
     types."""
     kind = keys.word("rope.scaling.type", ScalingKind.LINEAR)
@@ -192,7 +135,7 @@ def _scaling(keys: _Keys, context_length: int) -> Scaling:
         factor = keys.number("rope.scale_linear", 0.0, 1e6, default=0.0) or 1.0
     return Scaling(
         kind=ScalingKind(kind),
-        factor=_at_least(factor, 1e-6, "rope.scaling.factor"),
+        factor=at_least(factor, 1e-6, "rope.scaling.factor"),
         original_context=keys.count(
             "rope.scaling.original_context_length", MAX_POSITIONS, default=context_length
         ),
@@ -203,13 +146,7 @@ def _scaling(keys: _Keys, context_length: int) -> Scaling:
     )
 
 
-def _at_least(value: float, least: float, key: str) -> float:
-    if value < least:
-        raise BadModel(f"{key} is {value:g}, less than {least:g}")
-    return value
-
-
-def _local_pattern(keys: _Keys, num_blocks: int) -> int | tuple[bool, ...] | None:
+def _local_pattern(keys: Keys, num_blocks: int) -> int | tuple[bool, ...] | None:
     """`attention.sliding_window_pattern`: a period, or for each block whether it is local."""
     key = "attention.sliding_window_pattern"
     value = keys.config.get(key)
@@ -217,12 +154,14 @@ def _local_pattern(keys: _Keys, num_blocks: int) -> int | tuple[bool, ...] | Non
         return None
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != num_blocks:
-            raise BadModel(f"{key} has {len(value)} entries for {num_blocks} blocks")
+            raise BadModel(
+                f"{key} has {counted(len(value), 'entry')} for {counted(num_blocks, 'block')}"
+            )
         return tuple(bool(item) for item in value)
     return keys.count(key, 2**31 - 1, least=0)
 
 
-def _temperature(keys: _Keys, context_length: int, period: int) -> Temperature | None:
+def _temperature(keys: Keys, context_length: int, period: int) -> Temperature | None:
     """`attention.temperature_scale`, with as many steps as the context has periods."""
     key = "attention.temperature_scale"
     scale = keys.number(key, 0.0, 1e3, default=0.0)

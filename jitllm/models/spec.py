@@ -29,25 +29,43 @@ class Activation(StrEnum):
     GELU = "gelu"
 
 
+class QkNorm(StrEnum):
+    """What queries and keys are normalised by, if at all."""
+
+    NONE = "-"
+    HEAD = "head"
+    ROW = "row"
+    """All heads of a token together."""
+
+
+class RouterScore(StrEnum):
+    """What makes scores of a router's logits; the names are those of `kernels/route`."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
 @dataclass(frozen=True, slots=True)
 class LocalBlocks:
     """Blocks that see only the last `attention.sliding_window` positions.
 
     period: every period-th block (the last of each run) is global, unless the file has a pattern.
-    rope_base: base of the local blocks' rotary frequencies, unless the file has one. The file's
-    rope scaling is for the global blocks: within a window, no position is far away.
+    rope_base: base of the local blocks' rotary frequencies, unless the file has one; None: as in
+    the global blocks. The file's rope scaling is for the global blocks: within a window, no
+    position is far away.
     """
 
     period: int
-    rope_base: float
+    rope_base: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Grouped-query attention.
 
-    rope: pairs that are rotated. head_norm: queries and keys are normalised head by head before
-    they are rotated. local: the blocks with a window, if the architecture has any.
+    rope: pairs that are rotated. qk_norm: how queries and keys are normalised; before they are
+    rotated, or after that (norm_after_rope). optional_norm: only where there are tensors for it.
+    local: the blocks with a window, if the architecture has any.
     has_temperature: queries grow with the logarithm of their position
     (`attention.temperature_scale`).
     width_scaled: numbers of blocks of released models that divide scores by sqrt(width / heads)
@@ -55,7 +73,9 @@ class Attention:
     """
 
     rope: RopeStyle
-    head_norm: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    norm_after_rope: bool = False
+    optional_norm: bool = False
     local: LocalBlocks | None = None
     has_temperature: bool = False
     width_scaled: tuple[int, ...] = ()
@@ -69,16 +89,37 @@ class FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: each token's feed-forward layers are chosen by a router.
+
+    How many there are, and which blocks have them, says the file. score, is_normalised (the chosen
+    weights are divided by their sum): what holds where the file is silent. A bias on the choice and
+    shared experts, which every token goes to, are there when the file has them. shared_gate: what
+    these say is multiplied by the sigmoid of a product of its own.
+    """
+
+    score: RouterScore = RouterScore.SOFTMAX
+    is_normalised: bool = False
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Spec:
     """One architecture: blocks of attention and feed-forward, each normalised before it.
 
-    name: `general.architecture` of its files. post_norms: attention and feed-forward are also
-    normalised after, before the residual is added. scaled_embedding: hidden states start as
-    embeddings times sqrt(width).
+    name: `general.architecture` of its files. experts: in files that count some; None: such files
+    are refused. ffn_norm: role of the norm before the feed-forward layer. post_norms: attention and
+    feed-forward are also normalised after, before the residual is added. scaled_embedding: hidden
+    states start as embeddings times sqrt(width). scaled_by_file: embeddings, what is added to the
+    residual, and logits are scaled as the file says (`embedding_scale`, `residual_scale`, and
+    `logit_scale`, which divides).
     """
 
     name: str
     attention: Attention
     feed_forward: FeedForward = FeedForward()
+    experts: Experts | None = None
+    ffn_norm: str = "ffn_norm"
     post_norms: bool = False
     scaled_embedding: bool = False
+    scaled_by_file: bool = False

@@ -19,7 +19,16 @@ from jitllm.errors import BadContainer, NotConverted
 from jitllm.formats import layout
 from jitllm.formats.gguf import Gguf
 from jitllm.formats.jlm import Container, ExpertExtent, Extent, Header, TensorEntry
-from jitllm.formats.jlm_head import EXTENT_ALIGNMENT, MAGIC, PROLOGUE, checksum, encode, round_up
+from jitllm.formats.jlm_head import (
+    EXTENT_ALIGNMENT,
+    MAGIC,
+    PROLOGUE,
+    VERSION,
+    checksum,
+    encode,
+    expert_places,
+    round_up,
+)
 from jitllm.formats.names import source_name
 from jitllm.kernels.layout import FormatCode
 from tests.conftest import TinyModel
@@ -35,7 +44,7 @@ def small_header() -> Header:
         TensorEntry("attn_q", 1, FormatCode.Q8_0, 64, 32, False, 0, 2176),
     ]
     return Header(
-        version=1,
+        version=VERSION,
         arch="llama",
         config={"block_count": 2, "eps": 1e-5, "kinds": [1, 2], "name": "x", "flag": True},
         tensors=tuple(tensors),
@@ -46,6 +55,16 @@ def small_header() -> Header:
         dense=Extent(4096, 2176, 1),
         blocks=(Extent(8192, 2176, 2), Extent(12288, 2176, 3)),
     )
+
+
+def mixture_header() -> Header:
+    """The same, with two experts in block 1, each with two matrices."""
+    header = small_header()
+    bank = ("ffn_up_exps", 1, FormatCode.Q8_0, 32, 64, False, 0, 2176, 2)
+    down = ("ffn_down_exps", 1, FormatCode.Q8_0, 64, 32, False, 2176, 2176, 2)
+    experts = tuple(ExpertExtent(1, n, Extent(16384 + n * 8192, 4352, n)) for n in range(2))
+    tensors = (*header.tensors, TensorEntry(*bank), TensorEntry(*down))
+    return replace(header, tensors=tensors, experts=experts)
 
 
 def write(path: Path, header: Header, size: int = 16384) -> Path:
@@ -137,7 +156,7 @@ UNSOUND: list[tuple[Callable[[Header], Header], str]] = [
     (dense(offset=0), "dense region begins inside the header"),
     (dense(length=2175), "output_norm ends at 2176 of 2175 bytes"),
     (tensor(3, block=0), "attn_q of block 0 stands there twice"),
-    (tensor(3, block=2), "attn_q of block 2: there are 2 blocks"),
+    (tensor(3, block=2), "attn_q of block 2: the model has 2 blocks"),
     (tensor(3, block=-1), "the block of attn_q is -1"),
     (tensor(3, offset=64), "attn_q of block 1 ends at 2240 of 2176 bytes"),
     (tensor(1, offset=2112, cols=16, size_bytes=64), ""),
@@ -182,8 +201,57 @@ def test_what_is_unsound_is_refused_by_name(
         assert problem in refusal(path)
 
 
+def expert(index: int, **changes: Any) -> Callable[[Header], Header]:
+    def change(header: Header) -> Header:
+        experts = list(header.experts)
+        experts[index] = replace(experts[index], **changes)
+        return replace(header, experts=tuple(experts))
+
+    return change
+
+
+UNSOUND_MIXTURES: list[tuple[Callable[[Header], Header], str]] = [
+    (fields(), ""),
+    (fields(experts=()), "ffn_up_exps of block 1 is of 2 experts, not there"),
+    (lambda h: replace(h, experts=h.experts[:1]), "is of 2 experts, not there"),
+    (lambda h: replace(h, experts=h.experts[::-1]), "expert 1 of block 1 is out of order"),
+    (lambda h: replace(h, tensors=h.tensors[:-2]), "there are experts without tensors"),
+    (lambda h: replace(h, experts=(h.experts[0],) * 2), "expert 0 of block 1 is out of order"),
+    (expert(1, block=2), "an expert belongs to block 2 of 2"),
+    (expert(1, block=0, expert=0), "is of 2 experts, not there"),
+    (expert(1, extent=Extent(28672, 4352, 1)), "expert 1 of block 1 is not where it must be"),
+    (expert(0, extent=Extent(12288, 4352, 1)), "expert 0 of block 1 is not where it must be"),
+    (expert(0, extent=Extent(16384, 4096, 1)), "expert 0 of block 1 is not where it must be"),
+    (expert(0, extent=Extent(16384, 4351, 1)), "ffn_down_exps of block 1 ends at 4352 of 4351"),
+    (tensor(5, offset=2112), "ffn_down_exps of block 1 overlaps another tensor"),
+    (tensor(5, offset=6144), "is not where it must be"),
+    (tensor(4, experts=3), "ffn_up_exps of block 1 is of 3 experts, not there"),
+    (tensor(4, experts=-1), "the experts of ffn_up_exps is -1"),
+    (tensor(4, experts=True), "the experts of ffn_up_exps is True"),
+    (tensor(4, block=None), "is of 2 experts, not there"),
+    (tensor(4, block=0), "is of 2 experts, not there"),
+    (tensor(2, experts=2), "attn_q of block 0 is of 2 experts, not there"),
+    (tensor(4, dense=True), "ffn_up_exps of block 1 lies in the wrong extent"),
+    (tensor(4, rows=0, dense=True, format=F32, size_bytes=256), "is of experts and in the dense"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"), UNSOUND_MIXTURES, ids=[p for _, p in UNSOUND_MIXTURES]
+)
+def test_what_is_unsound_in_a_mixture_is_refused_by_name(
+    tmp_path: Path, change: Callable[[Header], Header], problem: str
+) -> None:
+    header = change(mixture_header())
+    path = write(tmp_path / "x.jlm", header, 32768)
+    if problem:
+        assert problem in refusal(path)
+    else:
+        assert open_and_close(path) == header
+
+
 def with_body(path: Path, body: bytes) -> Path:
-    front = PROLOGUE.pack(MAGIC, 1, 0, len(body), 0)
+    front = PROLOGUE.pack(MAGIC, VERSION, 0, len(body), 0)
     front = front[:24] + checksum(front, body).to_bytes(8, "little")
     path.write_bytes((front + body).ljust(16384, b"\0"))
     return path
@@ -257,8 +325,8 @@ def test_a_gguf_file_is_refused_with_the_command(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_with_the_command(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jlm", replace(small_header(), version=2))
-    with pytest.raises(NotConverted, match="version 2.*version 1") as caught:
+    path = write(tmp_path / "x.jlm", replace(small_header(), version=VERSION + 1))
+    with pytest.raises(NotConverted, match=f"version {VERSION + 1}.*version {VERSION}") as caught:
         Container.open(path)
     assert caught.value.command == f"jitllm convert SOURCE.gguf {path}"
 
@@ -294,6 +362,49 @@ def test_a_container_holds_the_sources_weights(
             else:
                 packed = layout.pack(entry.format, raw, entry.rows, entry.cols)
                 assert data == packed.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_type"), [("llama-moe", "q4_1"), ("qwen2moe", "f32"), ("glm4moe", "f32")]
+)
+def test_a_container_holds_the_weights_of_every_expert(
+    tiny_model: TinyModel, tiny_gguf: TinyModel, name: str, weight_type: str
+) -> None:
+    source = tiny_gguf(name, weight_type)
+    with Container.open(tiny_model(name, weight_type)) as container, Gguf.open(source) as gguf:
+        header = container.header
+        assert container.check() == []
+        of_experts = [entry for entry in header.tensors if entry.experts]
+        blocks = {entry.block for entry in of_experts}
+        assert {entry.experts for entry in of_experts} == {8}
+        assert len(header.experts) == 8 * len(blocks)
+        for entry in of_experts:
+            original = gguf.tensors[source_name(entry.role, entry.block)]
+            for number in range(8):
+                rows = (number * entry.rows, (number + 1) * entry.rows)
+                raw = gguf.read_rows(original, *rows)
+                packed = layout.pack(entry.format, raw, entry.rows, entry.cols)
+                assert container.read(entry, number) == packed.tobytes()
+
+
+def test_experts_lie_behind_their_block(tiny_model: TinyModel) -> None:
+    """Every extent of the file follows the one before it."""
+    with Container.open(tiny_model("deepseek")) as container:
+        header = container.header
+        names, extents = zip(*header.extents(), strict=True)
+        assert names[:5] == (
+            *("dense region", "block 0", "block 1"),
+            *("expert 0 of block 1", "expert 1 of block 1"),
+        )
+        ends = [round_up(e.offset + e.length, EXTENT_ALIGNMENT) for e in extents]
+        assert [e.offset for e in extents[1:]] == ends[:-1]
+        assert container.path.stat().st_size == ends[-1]
+        places = expert_places(header.tensors)
+        assert places.keys() == {1, 2}
+        for found in header.experts:
+            first, stride = places[found.block]
+            begin = header.blocks[found.block].offset + first
+            assert found.extent.offset == begin + found.expert * stride
 
 
 def test_places_are_as_promised(tiny_model: TinyModel) -> None:

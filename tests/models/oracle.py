@@ -15,17 +15,23 @@ from tests.oracle import make_models
 
 DATA = Path(__file__).parents[1] / "data"
 
-FLOAT_MODELS = [
+DENSE_MODELS = [
     *("llama", "llama-plain", "llama-bias", "llama-linear", "llama-yarn", "llama-q"),
-    *("qwen2", "qwen3", "gemma3", "mistral3"),
+    *("qwen2", "qwen3", "gemma3", "mistral3", "granite"),
 ]
+MIXTURES = [
+    *("llama-moe", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "deepseek", "bailingmoe"),
+    *("dots1", "ernie4_5-moe", "glm4moe", "minimax-m2", "hunyuan-moe", "mellum", "bailingmoe2"),
+]
+FLOAT_MODELS = DENSE_MODELS + MIXTURES
 WRITTEN_TYPES = ["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
 STORED_TYPES = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
 WEIGHT_TYPES = WRITTEN_TYPES + STORED_TYPES
+QUANTIZED_MIXTURES = ["llama-moe-q4_1", "qwen3moe-q4_0", "qwen3moe-q8_0"]
 
 
 def model_path(name: str, directory: Path) -> Path:
-    """The GGUF file of a tiny model, `llama-q` in a weight type included ("llama-q-q4_k").
+    """The GGUF file of a tiny model, perhaps in a weight type ("llama-q-q4_k").
 
     The `gguf` package cannot write every type: those files are stored, the others are written.
     """
@@ -55,9 +61,22 @@ def quantized(weight_type: str) -> Source:
 def golden(name: str) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Tokens, and the logits that count as the truth: exact, else with exact GELU, else stock.
 
-    name: a model, or a weight type of `llama-q`.
+    name: a model, perhaps in a weight type, or a weight type of `llama-q`.
     """
     return _array(name, "tokens"), _truth(name, "logits")
+
+
+def check_quantized_mixture(difference: NDArray[Any]) -> None:
+    """Logits [tokens, vocab] of a quantised mixture, less the exact ones.
+
+    A router that sees rounded rows chooses another expert where two are nearly tied, and all
+    logits of such a position differ: at most three of them may, the others are as without experts.
+    """
+    worst = np.abs(difference).max(axis=-1)
+    others = difference[worst <= 0.3]
+    assert len(others) >= len(difference) - 3, worst
+    assert np.sqrt((others.astype(np.float64) ** 2).mean()) <= 0.06
+    assert worst.max() <= 6
 
 
 def greedy(name: str) -> list[int]:
@@ -71,6 +90,7 @@ def _truth(name: str, key: str) -> NDArray[Any]:
 
 def _array(name: str, key: str) -> NDArray[Any]:
     """An array of a golden file, empty if it is not there."""
-    folder = DATA / "golden" / "quants" if name in WEIGHT_TYPES else DATA / "golden"
+    is_quantized = name in WEIGHT_TYPES or name in QUANTIZED_MIXTURES
+    folder = DATA / "golden" / "quants" if is_quantized else DATA / "golden"
     with np.load(folder / f"{name}.npz") as arrays:
         return arrays[key] if key in arrays else np.empty(0)

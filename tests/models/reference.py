@@ -15,9 +15,13 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from jitllm.formats.names import role_of
+from jitllm.formats.fused import is_fused, parts_of
+from jitllm.formats.names import ROW_ROLES, role_of
 from jitllm.kernels.attention import Attention
+from jitllm.kernels.combine import Combine
+from jitllm.kernels.dispatch import Dispatch
 from jitllm.kernels.embed import Embed
+from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.gather import Gather
 from jitllm.kernels.glu import Glu
 from jitllm.kernels.kv_write import KvWrite
@@ -28,6 +32,7 @@ from jitllm.kernels.op import Weight
 from jitllm.kernels.quantize import Quantize
 from jitllm.kernels.rope import Rope
 from jitllm.kernels.rope_table import RopeTable
+from jitllm.kernels.route import LEAST_SUM, Route
 from jitllm.models.graph import Graph
 from jitllm.models.hparams import Config, Hparams
 from jitllm.models.registry import make_graph
@@ -68,13 +73,18 @@ def load(path: Path) -> Source:
     prefix = f"{arch}."
     config = {k.removeprefix(prefix): v for k, v in fields.items() if k.startswith(prefix)}
     weights, values = [], {}
+    numbers = Hparams.read(config)
     for tensor in reader.tensors:
         role, block = role_of(tensor.name)
         value = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
-        rows, cols = (0, *value.shape)[-2:]
+        value = value[None] if role in ROW_ROLES else value
         code = FormatCode[tensor.tensor_type.name]
-        weights.append(Weight(role, block, code, rows, cols))
-        values[role, block] = value
+        parts = parts_of(role, numbers) if is_fused(role) else ((role, len(value)),)
+        ends = np.cumsum([rows for _, rows in parts])
+        for (part, _), piece in zip(parts, np.split(value, ends[:-1]), strict=True):
+            experts, rows, cols = (0, 0, *piece.shape)[-3:]
+            weights.append(Weight(part, block, code, rows, cols, experts))
+            values[part, block] = piece
     return Source(arch, config, weights, values)
 
 
@@ -142,6 +152,7 @@ def matmul(op: MatMul, run: Run) -> None:
     y = run.buffers[op.src.name] @ run.weight(op.weight).T
     if op.bias is not None:
         y = y + run.weight(op.bias)
+    y = y * op.scale
     run.buffers[op.dst.name] = y if op.add is None else y + run.buffers[op.add.name]
 
 
@@ -190,9 +201,53 @@ def attention(op: Attention, run: Run) -> None:
     run.buffers[op.dst.name] = np.einsum("hts,shd->thd", weights, v).reshape(len(q), -1)
 
 
+def route(op: Route, run: Run) -> None:
+    x = run.buffers[op.logits.name]
+    if op.score == "softmax":
+        e = np.exp(x - x.max(-1, keepdims=True))
+        scores = e / e.sum(-1, keepdims=True)
+    else:
+        scores = 1 / (1 + np.exp(-x))
+    choice = scores if op.bias is None else scores + run.weight(op.bias)
+    runs = choice.reshape(len(x), op.groups, -1).copy()
+    if op.groups > 1:
+        best_two = np.sort(runs, axis=-1)[..., -2:].sum(-1)
+        for token, order in enumerate(np.argsort(-best_two, axis=-1)):
+            runs[token, order[op.groups_used :]] = -np.inf
+    ids = np.argsort(-runs.reshape(x.shape), axis=-1)[:, : op.ids.width]
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    if op.is_normalised:
+        weights = weights / np.maximum(weights.sum(-1, keepdims=True), LEAST_SUM)
+    run.buffers[op.ids.name] = ids
+    run.buffers[op.routed.name] = weights * op.scale
+
+
+def dispatch(op: Dispatch, run: Run) -> None:
+    """No order is needed here: only who meets whom."""
+    run.buffers[op.table.name] = run.buffers[op.ids.name]
+
+
+def expert_matmul(op: ExpertMatMul, run: Run) -> None:
+    ids = run.buffers[op.table.name]
+    x = run.buffers[op.src.name].reshape(len(ids), -1, op.weight.cols)
+    x = np.broadcast_to(x, (*ids.shape, op.weight.cols))
+    y = np.einsum("tsc,tsrc->tsr", x, run.weight(op.weight)[ids], optimize=True)
+    run.buffers[op.dst.name] = y.reshape(len(ids), -1)
+
+
+def combine(op: Combine, run: Run) -> None:
+    routed = run.buffers[op.routed.name]
+    y = run.buffers[op.src.name].reshape(*routed.shape, -1)
+    y = np.einsum("ts,tsc->tc", routed, y) * op.scale
+    run.buffers[op.dst.name] = y if op.add is None else y + run.buffers[op.add.name]
+
+
 OPS: dict[type, Callable[[Any, Run], None]] = {
     Attention: attention,
+    Combine: combine,
+    Dispatch: dispatch,
     Embed: embed,
+    ExpertMatMul: expert_matmul,
     Gather: gather,
     Glu: glu,
     KvWrite: kv_write,
@@ -201,5 +256,6 @@ OPS: dict[type, Callable[[Any, Run], None]] = {
     Quantize: quantize,
     Rope: rope,
     RopeTable: rope_table,
+    Route: route,
 }
 """Every op that a graph may hold."""

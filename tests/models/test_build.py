@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
 from jitllm.kernels.attention import Attention
+from jitllm.kernels.combine import Combine
+from jitllm.kernels.expert_matmul import ExpertMatMul
+from jitllm.kernels.glu import Glu
 from jitllm.kernels.layout import FormatCode
 from jitllm.kernels.matmul import MatMul
 from jitllm.kernels.norm import Norm
 from jitllm.kernels.op import Element, Op, Weight
 from jitllm.kernels.quantize import Quantize
+from jitllm.kernels.route import Route
 from jitllm.models.graph import Graph
-from jitllm.models.hparams import BadModel
+from jitllm.models.hparams import BadModel, Hparams
 from jitllm.models.registry import make_graph
 from tests.models import oracle
 from tests.models.reference import Source
@@ -33,9 +38,10 @@ def of_kind(ops: tuple[Op, ...], kind: type) -> list[int]:
 
 @pytest.mark.parametrize("name", oracle.FLOAT_MODELS)
 def test_blocks_share_a_dozen_buffers(name: str) -> None:
+    """And those with experts, shared and gated ones too, another dozen."""
     source = oracle.model(name)
     graph = source.graph()
-    assert len(graph.buffers()) <= 14
+    assert len(graph.buffers()) <= (26 if name in oracle.MIXTURES else 14)
     assert graph.hidden.name == "x"
     assert graph.logits.name == "logits"
     assert graph.logits.width == graph.vocab == 320
@@ -124,6 +130,86 @@ def test_head_norms_take_heads_and_others_take_rows() -> None:
     assert segments == {"attn_norm": 256, "attn_q_norm": 128, "attn_k_norm": 128, "ffn_norm": 256}
 
 
+# --- mixtures ----------------------------------------------------------------------------------
+
+
+def test_leading_blocks_and_every_other_one_may_be_dense() -> None:
+    """As the numbers say; tensors of the other kind are then no part of the model."""
+    source = oracle.model("deepseek")
+    mixed = [any(isinstance(op, Route) for op in block) for block in source.graph().blocks]
+    assert mixed == [False, True, True]
+    config = {**source.config, "leading_dense_block_count": 0, "interleave_moe_layer_step": 2}
+    numbers = Hparams.read(config).experts
+    assert numbers is not None
+    assert [numbers.has_block(i) for i in range(5)] == [False, True, False, True, False]
+    with pytest.raises(BadModel, match=r"tensor blk\.2\.ffn_gate\.weight is missing"):
+        make_graph(source.arch, config, source.weights)
+
+
+def test_a_row_for_experts_serves_files_without_any() -> None:
+    ops = [op for block in oracle.model("llama").graph().blocks for op in block]
+    assert not any(isinstance(op, Route | ExpertMatMul) for op in ops)
+
+
+def test_products_with_experts_come_last() -> None:
+    """Nothing but them waits for weights of experts; and they read the rows they should."""
+    for block in oracle.model("qwen2moe").graph().blocks:
+        kinds = [type(op) for op in block]
+        first = kinds.index(ExpertMatMul)
+        assert kinds[first:] == [ExpertMatMul, ExpertMatMul, Glu, ExpertMatMul, Combine]
+        gate, up, down = (op for op in block if isinstance(op, ExpertMatMul))
+        assert gate.src == up.src
+        assert (gate.pairs_per_row, down.pairs_per_row) == (2, 1)
+        assert gate.table == down.table
+
+
+def test_rows_of_experts_are_quantised_once_for_all_their_products() -> None:
+    graph = oracle.model("llama-moe-q4_1").graph()
+    for block in graph.blocks:
+        sources = [op.reads[0].name for op in block if isinstance(op, Quantize)]
+        assert sources == ["h", "attn", "h", "expert_gate"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("llama-moe", {"expert_count": 0}, "ffn_gate.weight is missing"),
+        ("llama-moe", {"expert_count": 7}, r"ffn_gate_inp.weight has shape \[8, 256\], not \[7"),
+        ("llama-moe", {"expert_count": 1025}, "expert_count is 1025, not between 0 and 1024"),
+        ("llama-moe", {"expert_used_count": 9}, "expert_used_count is 9, not between 1 and 8"),
+        ("llama-moe", {"expert_gating_func": 3}, "expert_gating_func is 3, which is not supp"),
+        ("llama-moe", {"expert_weights_norm": 2}, "expert_weights_norm is 2, not true or false"),
+        ("llama-moe", {"expert_group_count": 3}, "3, which cuts 8 experts in no equal runs"),
+        ("llama-moe", {"expert_group_count": 8}, "8, which cuts 8 experts in no equal runs"),
+        ("llama-moe", {"expert_group_count": 4}, "expert_group_used_count is missing"),
+        (
+            "llama-moe",
+            {"expert_group_count": 4, "expert_group_used_count": 1, "expert_used_count": 3},
+            "expert_used_count is 3, more than there are in 1 group of 2",
+        ),
+        ("llama-moe", {"expert_feed_forward_length": 65}, "experts of 65 times 256"),
+        ("llama-moe", {"expert_feed_forward_length": 96}, r"has shape \[8, 64, 256\], not \[8, 96"),
+        ("llama-moe", {"expert_shared_count": 1}, "numbers of shared experts, and no tensors"),
+        ("gemma3", {"expert_count": 8, "expert_used_count": 2}, "this architecture has no exp"),
+        ("qwen3", {"residual_scale": 0.5}, "residual_scale is 0.5, and this architecture scales"),
+    ],
+)
+def test_numbers_of_mixtures_are_checked(name: str, changes: dict[str, object], match: str) -> None:
+    source = oracle.model(name)
+    with pytest.raises(BadModel, match=match):
+        make_graph(source.arch, {**source.config, **changes}, source.weights)
+
+
+def test_shared_experts_are_alike_in_all_blocks() -> None:
+    source = oracle.model("granitemoe")
+    widths = {"ffn_gate_shexp": "rows", "ffn_up_shexp": "rows", "ffn_down_shexp": "cols"}
+    weights = [
+        replace(w, **{widths[w.role]: 64}) if w.block == 1 and w.role in widths else w
+        for w in source.weights
+    ]
+    refused(source, weights, "shared experts differ from block to block")
+
+
 # --- refusals ----------------------------------------------------------------------------------
 
 
@@ -133,9 +219,11 @@ def refused(source: Source, weights: list[Weight], match: str) -> None:
         make_graph(source.arch, source.config, weights, source.rope_factors)
 
 
-def test_every_tensor_is_needed_or_changes_the_graph() -> None:
-    source = oracle.model("gemma3")
-    for weight in source.weights:
+@pytest.mark.parametrize("name", ["gemma3", "qwen2moe"])
+def test_every_tensor_is_needed_or_changes_the_graph(name: str) -> None:
+    source = oracle.model(name)
+    optional = re.compile(r"output|.*\.bias")
+    for weight in (w for w in source.weights if not optional.fullmatch(w.role)):
         rest = [w for w in source.weights if w != weight]
         refused(source, rest, rf"tensor (blk\.{weight.block}\.)?\w+\.weight is missing")
 
@@ -154,10 +242,14 @@ def test_a_tensor_that_occurs_twice_is_refused() -> None:
 
 
 def test_every_shape_is_checked() -> None:
-    source = oracle.model("llama-bias")
-    for i, weight in enumerate(source.weights):
-        wider = replace(weight, cols=weight.cols + 1)
-        refused(source, [*source.weights[:i], wider, *source.weights[i + 1 :]], "has shape")
+    for name in ("llama-bias", "qwen2moe", "dots1"):
+        source = oracle.model(name)
+        for i, weight in enumerate(source.weights):
+            wider = replace(weight, cols=weight.cols + 1)
+            refused(source, [*source.weights[:i], wider, *source.weights[i + 1 :]], "has shape")
+            more = replace(weight, experts=weight.experts + 1)
+            if weight.rows:
+                refused(source, [*source.weights[:i], more, *source.weights[i + 1 :]], "has shape")
 
 
 @pytest.mark.parametrize("factors", [[1.0] * 31, [0.0] * 32, [float("nan")] * 32, None])

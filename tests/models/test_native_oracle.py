@@ -36,6 +36,18 @@ async def test_float_weights_give_the_golden_logits(
             assert np.sqrt((difference.astype(np.float64) ** 2).mean()) <= MAX_RMS
 
 
+@pytest.mark.parametrize("name", oracle.QUANTIZED_MIXTURES)
+async def test_quantised_mixtures_are_near_the_golden_logits(
+    name: str, tiny_model: TinyModel
+) -> None:
+    """And have the same bits as one prompt, in chunks, and token by token."""
+    tokens, truth = oracle.golden(name)
+    async with opened(tiny_model(*name.rsplit("-", 1)), kv_type="f32") as model:
+        whole, *others = [await prompt_logits(model.engine, tokens, n) for n in (None, 7, 1)]
+    oracle.check_quantized_mixture(whole - truth)
+    assert all(other.tobytes() == whole.tobytes() for other in others)
+
+
 @pytest.mark.parametrize("name", oracle.FLOAT_MODELS)
 async def test_greedy_replies_are_the_golden_ones(name: str, tiny_model: TinyModel) -> None:
     tokens, _ = oracle.golden(name)

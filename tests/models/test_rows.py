@@ -35,6 +35,13 @@ def test_quantised_activations_stay_close_to_exact_ones(weight_type: str) -> Non
     assert np.sqrt((difference**2).mean()) <= 0.06
 
 
+@pytest.mark.parametrize("name", oracle.QUANTIZED_MIXTURES)
+def test_quantised_activations_turn_few_choices(name: str) -> None:
+    source = oracle.model(name)
+    tokens, truth = oracle.golden(name)
+    oracle.check_quantized_mixture(logits(source.graph(), source.values, tokens) - truth)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_without_a_feature_the_logits_are_wrong(change: str) -> None:
     name, take_away = CHANGES[change]

@@ -14,7 +14,7 @@ from jitllm.models.build import build
 from jitllm.models.graph import Graph
 from jitllm.models.hparams import Hparams
 from jitllm.models.rope import Scaling, ScalingKind
-from jitllm.models.spec import Activation, LocalBlocks, RopeStyle, Spec
+from jitllm.models.spec import Activation, LocalBlocks, QkNorm, RopeStyle, RouterScore, Spec
 
 
 @dataclass
@@ -37,6 +37,14 @@ class Variant:
     def numbers(self, **changes: object) -> None:
         """Change numbers."""
         self.hparams = replace(self.hparams, **changes)
+
+    def experts(self, **changes: object) -> None:
+        """Change numbers of the mixture."""
+        self.numbers(experts=replace(self.hparams.experts, **changes))
+
+    def routing(self, **changes: object) -> None:
+        """Change axes of the mixture."""
+        self.spec = replace(self.spec, experts=replace(self.spec.experts, **changes))
 
     def scaling(self, **changes: object) -> None:
         """Change numbers of the rotary scaling."""
@@ -61,7 +69,7 @@ def without_ramp(v: Variant) -> None:
 
 
 def no_head_norm(v: Variant) -> None:
-    v.attention(head_norm=False)
+    v.attention(qk_norm=QkNorm.NONE)
     v.drop("attn_q_norm", "attn_k_norm")
 
 
@@ -76,6 +84,16 @@ def embedding_as_it_is(v: Variant) -> None:
 
 def another_activation(v: Variant) -> None:
     v.spec = replace(v.spec, feed_forward=replace(v.spec.feed_forward, activation=Activation.SILU))
+
+
+def without_shared_experts(v: Variant) -> None:
+    v.experts(has_shared=False)
+    v.drop(*(f"ffn_{role}_shexp" for role in ("gate", "up", "down")))
+
+
+def ungated_shared_expert(v: Variant) -> None:
+    v.routing(shared_gate=False)
+    v.drop("ffn_gate_inp_shexp")
 
 
 def without_bias(role: str) -> Change:
@@ -116,5 +134,30 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "mistral3: ramp end": ("mistral3", lambda v: v.scaling(beta_slow=1.0)),
     "mistral3: eps": ("mistral3", lambda v: v.numbers(eps=1e-3)),
     "mistral3: score scale": ("mistral3", lambda v: v.numbers(attention_scale=0.1)),
+    "granite: embedding scale": ("granite", lambda v: v.numbers(embedding_scale=11.0)),
+    "granite: residual scale": ("granite", lambda v: v.numbers(residual_scale=0.25)),
+    "granite: logit scale": ("granite", lambda v: v.numbers(logit_scale=2.1)),
+    "llama-moe: used": ("llama-moe", lambda v: v.experts(used=3)),
+    "llama-moe: normalised": ("llama-moe", lambda v: v.routing(is_normalised=False)),
+    "qwen2moe: not normalised": ("qwen2moe", lambda v: v.routing(is_normalised=True)),
+    "qwen2moe: shared gate": ("qwen2moe", ungated_shared_expert),
+    "qwen3moe: head norm": ("qwen3moe", no_head_norm),
+    "olmoe: norm of rows": ("olmoe", no_head_norm),
+    "granitemoe: residual scale": ("granitemoe", lambda v: v.numbers(residual_scale=0.25)),
+    "granitemoe: shared experts": ("granitemoe", without_shared_experts),
+    "deepseek: shared experts": ("deepseek", without_shared_experts),
+    "bailingmoe: normalised": ("bailingmoe", lambda v: v.experts(is_normalised=False)),
+    "bailingmoe2: groups": ("bailingmoe2", lambda v: v.experts(groups=1, groups_used=1)),
+    "bailingmoe2: used groups": ("bailingmoe2", lambda v: v.experts(groups_used=1)),
+    "bailingmoe2: bias": ("bailingmoe2", without_bias("exp_probs_b")),
+    "dots1: score": ("dots1", lambda v: v.experts(score=RouterScore.SOFTMAX)),
+    "dots1: scale": ("dots1", lambda v: v.experts(scale=1.0)),
+    "dots1: bias": ("dots1", without_bias("exp_probs_b")),
+    "ernie4_5-moe: bias": ("ernie4_5-moe", without_bias("exp_probs_b")),
+    "glm4moe: head norm": ("glm4moe", no_head_norm),
+    "minimax-m2: bias": ("minimax-m2", without_bias("exp_probs_b")),
+    "hunyuan-moe: norm last": ("hunyuan-moe", lambda v: v.attention(norm_after_rope=False)),
+    "mellum: window": ("mellum", lambda v: v.numbers(window=0)),
+    "mellum: period": ("mellum", lambda v: v.attention(local=LocalBlocks(5))),
 }
 """What is taken away: the model that has it, and how."""

@@ -69,9 +69,11 @@ def add_tensor(
     spec: dict[str, Any],
     weight_type: GGMLQuantizationType,
 ) -> None:
-    """Add one tensor: matrices in `weight_type`, vectors in f32."""
+    """Add one tensor: matrices in `weight_type`; vectors, routers and odd rows in f32."""
     value = weight(name, shape, spec)
-    if weight_type != GGMLQuantizationType.F32 and len(shape) > 1:
+    group_size, _ = gguf.GGML_QUANT_SIZES[weight_type]
+    is_plain = len(shape) == 1 or "ffn_gate_inp" in name or shape[0] % group_size
+    if weight_type != GGMLQuantizationType.F32 and not is_plain:
         packed = gguf.quants.quantize(value, weight_type)
         writer.add_tensor(name, packed, raw_dtype=weight_type)
     else:
@@ -89,20 +91,23 @@ def weight(name: str, shape: list[int], spec: dict[str, Any]) -> NDArray[np.floa
     rng = np.random.Generator(np.random.PCG64([zlib.crc32(name.encode()), SEED]))
     noise = rng.standard_normal(tuple(reversed(shape)), dtype=np.float32)
     leaf = name.split(".", 2)[2] if name.startswith("blk.") else name
-    embedding_std = 1.0 / (width**0.5 if spec["arch"].startswith("gemma") else 1.0)
+    _, scale = spec["kv"].get(f"{spec['arch']}.embedding_scale", ["f32", 1.0])
+    embedding_std = 1.0 / (width**0.5 if spec["arch"].startswith("gemma") else scale)
     if leaf == "rope_freqs.weight":
         return np.linspace(0, 1, shape[0]).astype(np.float32) ** 2 * np.float32(7) + np.float32(1)
     if leaf == "output_norm.weight" and "output.weight" not in tensors:
         return noise * np.float32(3.0 / (embedding_std * width**0.5))
     if leaf.endswith("norm.weight"):
         return np.float32(1) + np.float32(0.1) * noise
-    if leaf.endswith("bias"):
+    if leaf.endswith("bias") or len(shape) == 1:
         return np.float32(0.1) * noise
     if leaf == "token_embd.weight":
         return noise * np.float32(embedding_std)
     fan_in = np.float32(1.0 / np.sqrt(shape[0]))
     if leaf == "output.weight":  # clear winners
         return noise * np.float32(3) * fan_in
+    if leaf.startswith("ffn_gate_inp."):  # clear choices
+        return noise * np.float32(2) * fan_in
     return noise * fan_in
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-
 from jitllm.jit.emit import LANES, Kernel, Value, f32, f32v, i32
 from jitllm.kernels.norm import Norm
-from jitllm.kernels.op import Count, Env, KernelSpec, Launch, Rows
+from jitllm.kernels.op import Count, Env, KernelSpec, Launch, Rows, f32_bits
 
 SRC, DST, WEIGHT, ADD, SRC_STRIDE, DST_STRIDE, ADD_STRIDE, SEGMENT, SEGMENTS, EPS = range(10)
 """Argument words: addresses, bytes between rows, elements of a segment, segments of a row, and the
@@ -26,7 +24,7 @@ def launches(op: Norm, env: Env) -> list[Launch]:
         0 if op.add is None else op.add.stride_bytes,
         op.segment,
         segments,
-        struct.unpack("<I", struct.pack("<f", op.eps))[0],
+        f32_bits(op.eps),
     )
     count = Count.OUTPUTS if op.dst.rows is Rows.OUTPUTS else Count.TOKENS
     return [Launch(KernelSpec.of("norm", add=op.add is not None), count, segments, args)]

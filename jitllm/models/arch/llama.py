@@ -1,5 +1,5 @@
-"""Llama 1 to 3, Mistral 7B and what shares their graph."""
+"""Llama 1 to 3, Mistral 7B, Mixtral and what shares their graph."""
 
-from jitllm.models.spec import Attention, RopeStyle, Spec
+from jitllm.models.spec import Attention, Experts, RopeStyle, Spec
 
-LLAMA = Spec("llama", Attention(RopeStyle.INTERLEAVED))
+LLAMA = Spec("llama", Attention(RopeStyle.INTERLEAVED), experts=Experts(is_normalised=True))
