@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import platform
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
 
+from jitllm.errors import UsageError
 from jitllm.jit.cache import ObjectCache
 from jitllm.jit.tiers import Tier
 from jitllm.kernels.op import KernelSpec
@@ -25,15 +27,18 @@ class Compiler:
     """Turns kernel specs into addresses of native functions for one tier.
 
     The code lives as long as the compiler. `compiled` counts kernels that the cache lacked.
+    Raises UsageError for a tier of another machine.
     """
 
     def __init__(self, tier: Tier, cache: ObjectCache) -> None:
+        if tier.machine not in ("", platform.machine()):
+            raise UsageError(f"tier {tier.name} is for {tier.machine}", "choose auto")
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self.tier = tier
         self.compiled = 0
         self._cache = cache
-        self._machine: Any = None
+        self._emitter = Emitter(tier)
         self._jit = llvm.create_lljit_compiler()
         self._libraries: list[Any] = []
         self._addresses: dict[KernelSpec, int] = {}
@@ -49,7 +54,7 @@ class Compiler:
         for done, spec in enumerate(cold):
             if progress:
                 progress(done, len(cold))
-            objects[spec] = code = self.emit_object(spec)
+            objects[spec] = code = self._emitter.object_code(spec)
             self._cache.store(self.tier, spec, code)
             self.compiled += 1
         if cold and progress:
@@ -65,17 +70,34 @@ class Compiler:
         self._libraries.append(library)
         return int(library[spec.symbol])
 
-    def emit_object(self, spec: KernelSpec) -> bytes:
-        """Object code of one kernel, always compiled."""
+
+class Emitter:
+    """Machine code of kernels for one tier, also of a machine that is not this one."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self._machine: Any = None
+
+    def object_code(self, spec: KernelSpec) -> bytes:
+        """A relocatable object file; what it calls besides is the C library's."""
+        return self.compile(emit_ir(self.tier, spec))
+
+    def assembly(self, spec: KernelSpec) -> str:
+        """The same as text."""
         module = self._optimised(emit_ir(self.tier, spec))
-        return bytes(self._target_machine().emit_object(module))
+        return str(self._target_machine().emit_assembly(module))
+
+    def compile(self, text: str) -> bytes:
+        """Object code of a module of LLVM IR."""
+        return bytes(self._target_machine().emit_object(self._optimised(text)))
 
     def _target_machine(self) -> Any:
         if self._machine is None:
-            target = llvm.Target.from_default_triple()
-            features = ",".join(f"+{f}" for f in self.tier.features)
-            self._machine = target.create_target_machine(
-                features=features, opt=3, reloc="pic", codemodel="small"
+            self._machine = _target(self.tier).create_target_machine(
+                features=",".join(f"+{f}" for f in self.tier.features),
+                opt=3,
+                reloc="pic",
+                codemodel="small",
             )
         return self._machine
 
@@ -92,6 +114,16 @@ class Compiler:
         passes = llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(module, passes)
         return module
+
+
+def _target(tier: Tier) -> Any:
+    if tier.machine in ("", platform.machine()):
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        return llvm.Target.from_default_triple()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm.Target.from_triple(f"{tier.machine}-unknown-linux-gnu")
 
 
 def emit_ir(tier: Tier, spec: KernelSpec) -> str:

@@ -10,14 +10,18 @@ Knows LLVM IR. Knows no op, no model, no cache.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
 from jitllm.jit.tiers import Tier
+
+if TYPE_CHECKING:
+    from jitllm.jit.dots import Dot
 
 LANES = 16
 
@@ -285,6 +289,11 @@ class Kernel:
         self._body = body
         self.params = tuple(Value(self, a) for a in self.function.args)
 
+    @property
+    def machine(self) -> str:
+        """Where the function will run: the tier's machine, or else this one."""
+        return self.tier.machine or platform.machine()
+
     def finish(self, result: Value | None = None) -> Any:
         """Close the function; returns the LLVM module."""
         if result is None:
@@ -449,9 +458,9 @@ class Kernel:
         kind = ir.FunctionType(ir.VoidType(), [a.type for a in args])
         self.b.call(self.b.inttoptr(address.ir, ir.PointerType(kind)), [a.ir for a in args])
 
-    def intrinsic(self, name: str, *args: Value) -> None:
-        """Call an LLVM intrinsic that returns nothing."""
-        self._intrinsic(name, args, ir.VoidType())
+    def intrinsic(self, name: str, *args: Value, result: Any = None) -> Value:
+        """Call an LLVM intrinsic; `result` is its type, by default none."""
+        return self._intrinsic(name, args, result or ir.VoidType())
 
     def pointer(self, address: Value) -> Value:
         """An address as what intrinsics take for one."""
@@ -593,55 +602,9 @@ class Kernel:
     def dot(self, start: Value, max_u8: int) -> Dot:
         """A dot product of bytes that starts at `start`, i32 [16]; unsigned bytes are at most
         `max_u8`."""
-        return (_PairDot if self.tier.dot == "maddubs" else Dot)(self, start, max_u8)
+        from jitllm.jit.dots import dot
 
-    def dot4(self, acc: Value, u8: Value, s8: Value) -> Value:
-        """acc + the sum of four products per lane, i32 [16]; see `Dot.add`."""
-        match self.tier.dot:
-            case "vnni512":
-                return self._vpdpbusd(512, acc, u8, s8)
-            case "vnni256":
-                halves = [
-                    self._vpdpbusd(256, acc.part(h, 8), u8.part(h, 8), s8.part(h, 8))
-                    for h in (0, 8)
-                ]
-                return self.concat(halves)
-            case _:
-                return self._dot4_generic(acc, u8, s8)
-
-    def _vpdpbusd(self, width: int, acc: Value, u8: Value, s8: Value) -> Value:
-        kind = vec(i8, width // 8)
-        return self._intrinsic(
-            f"llvm.x86.avx512.vpdpbusd.{width}", (acc, u8.bits(kind), s8.bits(kind)), acc.type
-        )
-
-    def _dot4_generic(self, acc: Value, u8: Value, s8: Value) -> Value:
-        for j in range(4):
-            weight = (u8 >> (8 * j)) & 0xFF
-            acc = acc + weight * (s8 << (24 - 8 * j)).sar(24)
-        return acc
-
-    def pair_products(self, u8: Value, s8: Value) -> Value:
-        """Sums of two neighbouring products, i16 [2 a lane]: vpmaddubsw, which saturates."""
-        parts = [
-            self._intrinsic(
-                "llvm.x86.avx2.pmadd.ub.sw",
-                [v.part(h, 8).bits(vec(i8, 32)) for v in (u8, s8)],
-                vec(i16, 16),
-            )
-            for h in (0, 8)
-        ]
-        return self.concat(parts)
-
-    def pair_sums(self, pairs: Value) -> Value:
-        """i16 [2 a lane] to i32 [16]: the two halves of a lane added."""
-        ones = self.const(1, vec(i16, 16))
-        return self.concat(
-            [
-                self._intrinsic("llvm.x86.avx2.pmadd.wd", (pairs.part(h, 16), ones), vec(i32, 8))
-                for h in (0, 16)
-            ]
-        )
+        return dot(self, start, max_u8)
 
     # --- control -----------------------------------------------------------------------------
 
@@ -708,64 +671,3 @@ class Kernel:
         """Loop over this call's work items."""
         with self.loop(self.start, self.stop) as item:
             yield item
-
-
-class Dot:
-    """A dot product of unsigned and signed bytes under way: `add` words, then take the `total`.
-
-    Exact in i32, whatever the tier.
-    """
-
-    def __init__(self, k: Kernel, start: Value, max_u8: int) -> None:
-        self.k = k
-        self.acc = start
-        self.max_u8 = max_u8
-
-    def add(self, u8: Value, s8: Value) -> None:
-        """Four products per lane; u8, s8: i32 [16], four bytes a lane, s8 in -127..127."""
-        self.acc = self.k.dot4(self.acc, u8, s8)
-
-    def total(self) -> Value:
-        """The sum so far, i32 [16]."""
-        return self.acc
-
-
-class _PairDot(Dot):
-    """On AVX2 without VNNI: pairs of products are added in i16 as long as they surely fit.
-
-    Bytes too large for even one pair are cut in two nibbles, whose sums are added at the end.
-    """
-
-    def __init__(self, k: Kernel, start: Value, max_u8: int) -> None:
-        super().__init__(k, start, max_u8)
-        self.low = self.high = None
-        if 2 * 127 * max_u8 > 32767:
-            self.low = _PairDot(k, start, 15)
-            self.high = _PairDot(k, k.const(0, start.type), 15)
-        self.pending: Value | None = None
-        self.room = 0
-
-    def add(self, u8: Value, s8: Value) -> None:
-        """As `Dot.add`."""
-        if self.low is not None and self.high is not None:
-            self.low.add(u8 & 0x0F0F0F0F, s8)
-            self.high.add((u8 >> 4) & 0x0F0F0F0F, s8)
-            return
-        pairs = self.k.pair_products(u8, s8)
-        if self.room == 0:
-            self._flush()
-            self.room = 32767 // (2 * 127 * self.max_u8)
-        self.pending = pairs if self.pending is None else self.pending + pairs
-        self.room -= 1
-
-    def _flush(self) -> None:
-        if self.pending is not None:
-            self.acc = self.acc + self.k.pair_sums(self.pending)
-            self.pending = None
-
-    def total(self) -> Value:
-        """As `Dot.total`."""
-        if self.low is not None and self.high is not None:
-            return self.low.total() + (self.high.total() << 4)
-        self._flush()
-        return self.acc

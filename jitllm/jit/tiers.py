@@ -20,9 +20,11 @@ class Tier:
 
     features: LLVM features switched on. needs: flags of /proc/cpuinfo that must be there, one for
     each feature: a virtual machine may hide any of them, and `lzcnt` then computes something else.
-    dot: how four bytes are multiplied and summed: "vnni512", "vnni256", "maddubs" or "generic".
+    dot: how four bytes are multiplied and summed: "vnni512", "vnni256", "maddubs", "sdot", "smull"
+    or "generic".
     f16c: half floats are converted by an instruction.
     vector_registers: how many 16-lane f32 values fit in registers; sizes unrolled row blocks.
+    machine: what its code is for, as `platform.machine()` says it; "" is the one in front of us.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Tier:
     dot: str
     f16c: bool
     vector_registers: int
+    machine: str = ""
 
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi", "bmi2", "popcnt", "lzcnt")
@@ -38,7 +41,19 @@ _AVX2_NEEDS = ("avx2", "fma", "f16c", "bmi1", "bmi2", "popcnt", "abm")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512vnni")
 
 PLAIN = Tier("plain", (), (), "generic", f16c=False, vector_registers=4)
-AVX2 = Tier("avx2", _AVX2, _AVX2_NEEDS, "maddubs", f16c=True, vector_registers=8)
+NEON = Tier(
+    "neon", ("neon",), ("asimd",), "smull", f16c=True, vector_registers=8, machine="aarch64"
+)
+NEON_DOTPROD = Tier(
+    "neon-dotprod",
+    ("neon", "dotprod"),
+    ("asimd", "asimddp"),
+    "sdot",
+    f16c=True,
+    vector_registers=8,
+    machine="aarch64",
+)
+AVX2 = Tier("avx2", _AVX2, _AVX2_NEEDS, "maddubs", f16c=True, vector_registers=8, machine="x86_64")
 AVX2_VNNI = Tier(
     "avx2-vnni",
     (*_AVX2, "avxvnni"),
@@ -46,6 +61,7 @@ AVX2_VNNI = Tier(
     "vnni256",
     f16c=True,
     vector_registers=8,
+    machine="x86_64",
 )
 AVX512_VNNI = Tier(
     "avx512-vnni",
@@ -54,10 +70,11 @@ AVX512_VNNI = Tier(
     "vnni512",
     f16c=True,
     vector_registers=32,
+    machine="x86_64",
 )
 
-TIERS = (PLAIN, AVX2, AVX2_VNNI, AVX512_VNNI)
-"""Slowest first; `auto` takes the last one that the processor has."""
+TIERS = (PLAIN, NEON, NEON_DOTPROD, AVX2, AVX2_VNNI, AVX512_VNNI)
+"""Slowest first, Arm's before x86's; `auto` takes the last one that the processor has."""
 
 
 @cache
@@ -96,6 +113,14 @@ def available() -> tuple[Tier, ...]:
     return tuple(tier for tier in TIERS if not missing(tier))
 
 
+def named(name: str) -> Tier:
+    """The tier of that name, whether this processor has it or not. Raises UsageError."""
+    for tier in TIERS:
+        if tier.name == name:
+            return tier
+    raise UsageError(f"unknown tier {name!r}; choose auto or {', '.join(t.name for t in TIERS)}")
+
+
 def choose(name: str = "auto") -> Tier:
     """The tier of that name, or the fastest one for "auto".
 
@@ -103,12 +128,10 @@ def choose(name: str = "auto") -> Tier:
     """
     if name == "auto":
         return available()[-1]
-    for tier in TIERS:
-        if tier.name == name:
-            if absent := missing(tier):
-                raise UsageError(
-                    f"tier {name} needs {', '.join(absent)}, which this processor lacks; "
-                    f"it can run: {', '.join(t.name for t in available())}"
-                )
-            return tier
-    raise UsageError(f"unknown tier {name!r}; choose auto or {', '.join(t.name for t in TIERS)}")
+    tier = named(name)
+    if absent := missing(tier):
+        raise UsageError(
+            f"tier {name} needs {', '.join(absent)}, which this processor lacks; "
+            f"it can run: {', '.join(t.name for t in available())}"
+        )
+    return tier

@@ -1,26 +1,28 @@
 """Runs one op natively on poisoned memory with guard bytes, for any tier.
 
 Every buffer lies between guards; outputs are poisoned with NaN before the run (their padding is
-zero, as in a device), and the guards and paddings are checked after it.
+zero, as in a device), and the guards and paddings are checked after it. What this processor lacks
+runs on an emulated one.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.cpu import Compiler, native
 from jitllm.jit.emit import Kernel
-from jitllm.jit.tiers import Tier
-from jitllm.kernels.layout import ACT_RECORD_BYTES
+from jitllm.jit.tiers import TIERS, Tier, missing
+from jitllm.kernels.layout import ACT_RECORD_BYTES, FORMATS
 from jitllm.kernels.op import (
     PANEL_TOKENS,
     Buffer,
@@ -33,9 +35,38 @@ from jitllm.kernels.op import (
     Op,
     Weight,
 )
+from tests.ops.arena import ARENA, shared
+from tests.ops.emulator import CPUS, Call, Emulator, emulator, lacking
 
 GUARD = 256
 _COMPILERS: dict[Tier, Compiler] = {}
+
+
+def obstacle(tier: Tier) -> str:
+    """Why a tier cannot run here, or nothing."""
+    if not (flags := missing(tier)):
+        return ""
+    return lacking() if tier.name in CPUS else f"the processor lacks {', '.join(flags)}"
+
+
+RUNNABLE = tuple(tier for tier in TIERS if not obstacle(tier))
+"""Tiers that run here, on the processor or on an emulated one."""
+
+HERE = [
+    pytest.param(
+        tier, id=tier.name, marks=pytest.mark.skipif(bool(obstacle(tier)), reason=obstacle(tier))
+    )
+    for tier in TIERS
+]
+"""Every tier, to be skipped where it cannot run."""
+
+
+def calls(tier: Tier, specs: Iterable[KernelSpec]) -> dict[KernelSpec, Call]:
+    """Kernels as functions."""
+    if missing(tier):
+        return {spec: emulator(tier).kernel(spec) for spec in specs}
+    addresses = compiler(tier).build(specs)
+    return {spec: native(address) for spec, address in addresses.items()}
 
 
 def compiler(tier: Tier) -> Compiler:
@@ -45,15 +76,22 @@ def compiler(tier: Tier) -> Compiler:
     return _COMPILERS[tier]
 
 
+def uncached(tier: Tier) -> Compiler | Emulator:
+    """What compiles and keeps nothing, for `piece`."""
+    return emulator(tier) if missing(tier) else Compiler(tier, ObjectCache(None))
+
+
 def piece(
-    compiler: Compiler, name: str, body: Callable[[Kernel], None]
-) -> tuple[KernelSpec, Callable[[int, int, int, int], None]]:
+    compiler: Compiler | Emulator, name: str, body: Callable[[Kernel], None]
+) -> tuple[KernelSpec, Call]:
     """A kernel that is no op's: its spec in the compiler, and the function."""
     emitter = ModuleType(f"jitllm.kernels.{name}.cpu")
     emitter.emit = body  # type: ignore[attr-defined]
     spec = KernelSpec.of(name)
     sys.modules[emitter.__name__] = emitter
     try:
+        if isinstance(compiler, Emulator):
+            return spec, compiler.compile(spec)
         return spec, native(compiler.build([spec])[spec])
     finally:
         del sys.modules[emitter.__name__]
@@ -64,7 +102,8 @@ class Guarded:
 
     def __init__(self, size: int, fill: int = 0) -> None:
         self.size = size
-        self.raw = np.full(size + 2 * GUARD + 64, 0xA5, np.uint8)
+        self.raw = ARENA.take(size + 2 * GUARD + 64)
+        self.raw[:] = 0xA5
         self.offset = GUARD + (-(self.raw.ctypes.data + GUARD) % 64)
         self.view[:] = fill
 
@@ -88,8 +127,9 @@ class Guarded:
 class Rig:
     """An `Env` for one op.
 
-    arrays: value of every input buffer by name: f32 [rows, width], or uint8 [rows, stride] for Q8.
-    weights: bytes by (role, block): packed matrices or f32 vectors.
+    arrays: value of every input buffer by name: f32 or i32 [rows, width], or uint8 [rows, stride]
+    for Q8. weights: bytes by (role, block): packed matrices or f32 vectors; those of experts one
+    after the other here, each in a place of its own in the rig.
     pages: KV pages of the rig, if the op needs them: tables[row] = list of page indices.
     """
 
@@ -128,6 +168,9 @@ class Rig:
             values = self.arrays.get(buffer.name)
             if buffer.element is Element.Q8:
                 memory.view[:] = 0x7F if values is None else values.reshape(-1)
+            elif buffer.element is Element.I32:
+                integers = memory.view.view(np.int32).reshape(rows, -1)
+                integers[:, : buffer.width] = -1 if values is None else values
             else:
                 table = memory.view.view(np.float32).reshape(rows, buffer.stride_bytes // 4)
                 table[:, : buffer.width] = np.nan if values is None else values
@@ -135,9 +178,13 @@ class Rig:
 
     def weight(self, weight: Weight) -> int:
         """Address of a weight's bytes."""
-        key = f"weight {weight.role} {weight.block}"
+        assert not weight.experts, "only the matrix of one expert has an address"
+        key = f"weight {weight.role} {weight.block} {weight.expert}"
         if key not in self.memory:
             data = self.weights[weight.role, weight.block]
+            if weight.expert is not None:
+                num_bytes = FORMATS[weight.format].matrix_bytes(weight.rows, weight.cols)
+                data = data[weight.expert * num_bytes : (weight.expert + 1) * num_bytes]
             self.memory[key] = Guarded(len(data))
             self.memory[key].view[:] = np.frombuffer(data, np.uint8)
         return self.memory[key].address
@@ -157,7 +204,7 @@ class Rig:
 
     def context(self) -> NDArray[np.int64]:
         """The step context of this rig."""
-        ctx = np.zeros(Ctx.WORDS, np.int64)
+        ctx = shared(np.zeros(Ctx.WORDS, np.int64))
         ctx[Count.ONE] = 1
         ctx[Count.TOKENS] = self.num_tokens
         ctx[Count.OUTPUTS] = self.num_outputs
@@ -171,13 +218,16 @@ class Rig:
             (Ctx.OUTPUTS, self.outputs),
         ):
             if values is not None:
-                array = np.ascontiguousarray(values, np.int32)
+                array = shared(np.ascontiguousarray(values, np.int32))
                 self.keep.append(array)
                 ctx[word] = array.ctypes.data
         if self.tables:
-            rows = [np.array([self.pool[p].address for p in row], np.int64) for row in self.tables]
+            rows = [
+                shared(np.array([self.pool[p].address for p in row], np.int64))
+                for row in self.tables
+            ]
             self.keep.extend(rows)
-            heads = np.array([r.ctypes.data for r in rows], np.int64)
+            heads = shared(np.array([r.ctypes.data for r in rows], np.int64))
             self.keep.append(heads)
             ctx[Ctx.TABLES] = heads.ctypes.data
         if self.sampling is not None:
@@ -185,15 +235,20 @@ class Rig:
         return ctx
 
     def run(self, op: Op, tier: Tier, pieces: int = 1) -> None:
-        """Launch the op; its items are cut into `pieces` calls, as threads would."""
+        """Launch the op; its items are cut into `pieces` calls, as threads would. What is no tier
+        of the CPU runs the rig itself."""
+        if not isinstance(tier, Tier):
+            tier.run(self, op)
+            self.check()
+            return
         emitter = importlib.import_module(type(op).__module__ + ".cpu")
         launches: list[Launch] = emitter.launches(op, self)
         ctx = self.context()
-        addresses = compiler(tier).build(launch.kernel for launch in launches)
+        functions = calls(tier, (launch.kernel for launch in launches))
         for launch in launches:
-            args = np.array([*launch.args, *[0] * 12][:12], np.int64)
+            args = shared(np.array([*launch.args, *[0] * 12][:12], np.int64))
             items = launch.factor * int(ctx[launch.count])
-            call = native(addresses[launch.kernel])
+            call = functions[launch.kernel]
             cuts = [items * i // pieces for i in range(pieces + 1)]
             for start, stop in zip(cuts, cuts[1:], strict=False):
                 if start < stop:
@@ -213,9 +268,10 @@ class Rig:
                 memory.check()
 
     def value(self, name: str) -> NDArray[Any]:
-        """A buffer's rows: f32 [rows, width], or uint8 records [rows, groups, 64]."""
+        """A buffer's rows: f32 or i32 [rows, width], or uint8 records [rows, groups, 64]."""
         buffer, memory = self.buffers[name], self.memory[name]
         if buffer.element is Element.Q8:
             return memory.view.reshape(-1, buffer.stride_bytes // ACT_RECORD_BYTES, 64).copy()
-        table = memory.view.view(np.float32).reshape(-1, buffer.stride_bytes // 4)
+        kind = np.int32 if buffer.element is Element.I32 else np.float32
+        table = memory.view.view(kind).reshape(-1, buffer.stride_bytes // 4)
         return table[:, : buffer.width].copy()

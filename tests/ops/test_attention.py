@@ -8,14 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jitllm.jit.tiers import PLAIN, TIERS, Tier, available, missing
+from jitllm.jit.tiers import PLAIN, Tier, available
 from jitllm.kernels.attention.cpu import item_heads
+from tests.ops.harness import HERE
 from tests.ops.histories import Case, Histories, Token, computed
 
-HERE = [
-    pytest.param(t, id=t.name, marks=pytest.mark.skipif(bool(missing(t)), reason="CPU"))
-    for t in TIERS
-]
 FASTEST = available()[-1]
 
 CASES = [

@@ -81,7 +81,14 @@ def test_an_entry_that_goes_while_it_is_counted_has_no_size(
     assert cache.size_bytes() == len(CODE) + 16
 
 
-FLAGS = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni", "bmi": "bmi1", "lzcnt": "abm"}
+FLAGS = {
+    "avxvnni": "avx_vnni",
+    "avx512vnni": "avx512_vnni",
+    "bmi": "bmi1",
+    "lzcnt": "abm",
+    "neon": "asimd",
+    "dotprod": "asimddp",
+}
 """Names of /proc/cpuinfo where they are not LLVM's."""
 
 

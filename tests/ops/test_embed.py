@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jitllm.jit.tiers import TIERS, Tier, missing
+from jitllm.jit.tiers import Tier
 from jitllm.kernels.embed import Embed
 from jitllm.kernels.embed.reference import embed
 from jitllm.kernels.layout import FORMATS, FormatCode
 from jitllm.kernels.matmul.reference import random_tiles
 from jitllm.kernels.op import Buffer, Weight
-from tests.ops.harness import Rig
+from tests.ops.harness import HERE, Rig
 
-HERE = [pytest.param(t, id=t.name, marks=[pytest.mark.skipif(bool(missing(t)), reason="CPU")])
-        for t in TIERS]  # fmt: skip
 ROWS = 37  # two whole tiles and a piece of one
 TOKENS = np.array([0, 36, 15, 16, 17, 36, 1], np.int32)
 

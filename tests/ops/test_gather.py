@@ -5,14 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jitllm.jit.tiers import TIERS, Tier, missing
+from jitllm.jit.tiers import Tier
 from jitllm.kernels.gather import Gather
 from jitllm.kernels.gather.reference import gather
 from jitllm.kernels.op import Buffer, Rows
-from tests.ops.harness import Rig
-
-HERE = [pytest.param(t, id=t.name, marks=[pytest.mark.skipif(bool(missing(t)), reason="CPU")])
-        for t in TIERS]  # fmt: skip
+from tests.ops.harness import HERE, Rig
 
 
 @pytest.mark.parametrize("tier", HERE)

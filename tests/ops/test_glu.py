@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jitllm.jit.tiers import PLAIN, TIERS, Tier, missing
+from jitllm.jit.tiers import PLAIN, Tier
 from jitllm.kernels.glu import Glu
 from jitllm.kernels.glu.reference import glu
 from jitllm.kernels.op import Buffer, Rows
-from tests.ops.harness import Rig
+from tests.ops.harness import HERE, Rig
 
-HERE = [pytest.param(t, id=t.name, marks=[pytest.mark.skipif(bool(missing(t)), reason="CPU")])
-        for t in TIERS]  # fmt: skip
 KINDS = ["silu", "gelu"]
 Floats = NDArray[np.float32]
 

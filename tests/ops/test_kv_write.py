@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jitllm.jit.tiers import TIERS, Tier, missing
+from jitllm.jit.tiers import Tier
 from jitllm.kernels.kv_write.reference import kv_write
+from tests.ops.harness import HERE
 from tests.ops.histories import Case, Histories
-
-HERE = [
-    pytest.param(t, id=t.name, marks=pytest.mark.skipif(bool(missing(t)), reason="CPU"))
-    for t in TIERS
-]
 
 CASES = [
     Case(k_dim=64, v_dim=64, lengths=(70, 3)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jitllm.jit.tiers import PLAIN, TIERS, Tier, missing
+from jitllm.jit.tiers import PLAIN, Tier, available
 from jitllm.kernels.layout import FORMATS, FormatCode
 from jitllm.kernels.matmul import MatMul
 from jitllm.kernels.matmul.reference import (
@@ -21,7 +21,7 @@ from jitllm.kernels.matmul.reference import (
 )
 from jitllm.kernels.op import Buffer, Element, Rows, Weight
 from jitllm.kernels.quantize.reference import quantize
-from tests.ops.harness import Rig
+from tests.ops.harness import HERE, RUNNABLE, Rig
 
 BIAS = Weight("bias", 0, FormatCode.F32, 0, 0)
 
@@ -39,10 +39,12 @@ class Case:
     """Name of the residual buffer: "" for none, "dst" to add in place."""
     of: Rows = Rows.TOKENS
     seed: int = 1
+    scale: float = 1.0
 
     def __str__(self) -> str:
         parts = [f"{self.format.name}-{self.tokens}x{self.cols}x{self.rows}"]
         parts += ["bias"] * self.bias + [f"add-{self.add}"] * bool(self.add)
+        parts += ["scaled"] * (self.scale != 1)
         return "-".join([*parts, *["outputs"] * (self.of is Rows.OUTPUTS)])
 
     @property
@@ -100,6 +102,7 @@ def run(case: Case, tier: Tier, pieces: int = 1, data: Data | None = None) -> ND
         weight,
         replace(BIAS, cols=case.rows) if case.bias else None,
         Buffer(case.add, case.rows, case.of) if case.add else None,
+        case.scale,
     )
     rig.run(op, tier, pieces)
     return rig.value("dst")
@@ -123,23 +126,22 @@ CASES = [
     *(Case(f, 19, 96, 4) for f in FormatCode if FORMATS[f].col_multiple <= 32),
     *(Case(f, 19, 45, 4) for f in FormatCode if not FORMATS[f].is_quantized),
     Case(FormatCode.Q4_K, 48, 2048, 9, bias=True, add="residual"),
+    *(Case(f, 37, 256, 3, True, "dst", scale=0.22) for f in (FormatCode.F32, FormatCode.Q8_0)),
 ]
-HERE = [pytest.param(t, id=t.name, marks=[pytest.mark.skipif(bool(missing(t)), reason="CPU")])
-        for t in TIERS]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_tier_gives_the_reference_and_the_same_bits(case: Case) -> None:
     """The reference rounds as the contract says, but for rare double rounding in its fma."""
     data = data_of(case)
-    expected = matmul(case.format, data.weight, case.rows, case.cols, data.src, data.bias, data.add)
+    shape = (case.rows, case.cols)
+    expected = matmul(case.format, data.weight, *shape, data.src, data.bias, data.add, case.scale)
     plain = run(case, PLAIN, data=data)
     assert np.abs(plain - expected).max() <= 2e-6 * np.abs(expected).max()
     assert (plain == expected).mean() >= 0.99
-    for tier in TIERS[1:]:
-        if not missing(tier):
-            native = run(case, tier, data=data)
-            assert (native.view(np.int32) == plain.view(np.int32)).all(), tier.name
+    for tier in RUNNABLE[1:]:
+        native = run(case, tier, data=data)
+        assert (native.view(np.int32) == plain.view(np.int32)).all(), tier.name
 
 
 @pytest.mark.parametrize("format", FormatCode, ids=lambda f: f.name)
@@ -149,7 +151,7 @@ def test_product_is_near_exact_arithmetic(format: FormatCode) -> None:
     data = data_of(case)
     weights = dequantise(format, data.weight, case.rows, case.cols).astype(np.float64)
     exact = data.x.astype(np.float64) @ weights.T
-    error = run(case, TIERS[-1] if not missing(TIERS[-1]) else PLAIN, data=data) - exact
+    error = run(case, available()[-1], data=data) - exact
     allowed = 0.02 if case.is_quantized else 1e-6
     assert np.sqrt((error**2).mean() / (exact**2).mean()) < allowed
 

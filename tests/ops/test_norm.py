@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jitllm.jit.tiers import PLAIN, TIERS, Tier, missing
+from jitllm.jit.tiers import PLAIN, Tier
 from jitllm.kernels.layout import FormatCode
 from jitllm.kernels.norm import Norm
 from jitllm.kernels.norm.reference import norm
 from jitllm.kernels.op import Buffer, Rows, Weight
-from tests.ops.harness import Rig
+from tests.ops.harness import HERE, Rig
 
-HERE = [pytest.param(t, id=t.name, marks=[pytest.mark.skipif(bool(missing(t)), reason="CPU")])
-        for t in TIERS]  # fmt: skip
 Floats = NDArray[np.float32]
 EPS = 1e-6
 

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jitllm.jit.tiers import TIERS, Tier, missing
+from jitllm.jit.tiers import Tier
 from jitllm.kernels.op import Buffer, Element, Rows
 from jitllm.kernels.quantize import Quantize
 from jitllm.kernels.quantize.reference import RECORD, quantize
-from tests.ops.harness import Rig
-
-HERE = [pytest.param(t, id=t.name, marks=[pytest.mark.skipif(bool(missing(t)), reason="CPU")])
-        for t in TIERS]  # fmt: skip
+from tests.ops.harness import HERE, Rig
 
 
 def run(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jitllm.jit.tiers import PLAIN, TIERS, Tier, available, missing
+from jitllm.jit.tiers import PLAIN, Tier, available
 from jitllm.kernels.op import Buffer, Const
 from jitllm.kernels.rope import Rope
 from jitllm.kernels.rope.reference import rope
 from jitllm.kernels.rope_table import RopeTable
 from jitllm.kernels.rope_table.reference import rope_table
-from tests.ops.harness import Rig
+from tests.ops.harness import HERE, Rig
 
-HERE = [
-    pytest.param(t, id=t.name, marks=pytest.mark.skipif(bool(missing(t)), reason="CPU"))
-    for t in TIERS
-]
 FASTEST = available()[-1]
 
 POSITIONS = np.array([0, 1, 2, 63, 4095, 131071, 999_999, 1_000_000, 2**24 - 1], np.int32)
@@ -96,6 +94,20 @@ SHAPES = [(3, 64, 64), (1, 256, 256), (2, 80, 80), (5, 24, 24), (2, 96, 32), (3,
 """Heads, head dimension, elements rotated."""
 
 
+def rotation(
+    heads: int, head_dim: int, num_rotated: int, interleaved: bool, is_scaled: bool
+) -> tuple[tuple[Any, ...], NDArray[np.float64]]:
+    """What to hand to `rotated` beside the tier (x, table, and the rest), and what it should be."""
+    rng = np.random.default_rng(head_dim)
+    positions = np.array([0, 99, 100, 250, 299, 300, 1000], np.int32)
+    x = rng.standard_normal((len(positions), heads * head_dim), np.float32)
+    table = rope_table(positions, frequencies(num_rotated // 2), 1.1)
+    factors = np.array([1.0, 1.25, 1.7, 3.1], np.float32) if is_scaled else None
+    of_token = None if factors is None else factors[np.minimum(positions // 100, 3)]
+    expected = rope(x, table, head_dim, num_rotated, interleaved, of_token)
+    return (x, table, head_dim, interleaved, factors, positions), expected
+
+
 @pytest.mark.parametrize("tier", HERE)
 @pytest.mark.parametrize("is_scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -103,15 +115,7 @@ SHAPES = [(3, 64, 64), (1, 256, 256), (2, 80, 80), (5, 24, 24), (2, 96, 32), (3,
 def test_rotation(
     heads: int, head_dim: int, num_rotated: int, interleaved: bool, is_scaled: bool, tier: Tier
 ) -> None:
-    rng = np.random.default_rng(head_dim)
-    positions = np.array([0, 99, 100, 250, 299, 300, 1000], np.int32)
-    x = rng.standard_normal((len(positions), heads * head_dim), np.float32)
-    table = rope_table(positions, frequencies(num_rotated // 2), 1.1)
-    factors = np.array([1.0, 1.25, 1.7, 3.1], np.float32) if is_scaled else None
-    of_token = None if factors is None else factors[np.minimum(positions // 100, 3)]
-
-    expected = rope(x, table, head_dim, num_rotated, interleaved, of_token)
-    args = (head_dim, interleaved, factors, positions)
+    (x, table, *args), expected = rotation(heads, head_dim, num_rotated, interleaved, is_scaled)
     out = rotated(x, table, tier, *args)
     assert np.abs(out - expected).max() < 2e-6
     assert np.array_equal(out, rotated(x, table, PLAIN, *args))

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jitllm.jit.cache import ObjectCache
-from jitllm.jit.cpu import Compiler
 from jitllm.jit.emit import Kernel, f32v, i32
-from jitllm.jit.tiers import PLAIN, TIERS, Tier, missing
+from jitllm.jit.tiers import PLAIN, Tier, available
 from jitllm.kernels.op import Buffer, Rows
 from jitllm.kernels.sample import (
     PAIR_BYTES,
@@ -35,10 +33,9 @@ from jitllm.kernels.sample.reference import (
     sample,
     top_list,
 )
-from tests.ops.harness import Guarded, Rig, piece
+from tests.ops.arena import shared
+from tests.ops.harness import HERE, Guarded, Rig, piece, uncached
 
-HERE = [pytest.param(t, id=t.name, marks=[pytest.mark.skipif(bool(missing(t)), reason="CPU")])
-        for t in TIERS]  # fmt: skip
 Floats = NDArray[np.float32]
 
 
@@ -65,8 +62,8 @@ def run_top(
 ) -> tuple[list[Sampled], list[bytes]]:
     """The results of every row and its top list; the logits are untouched."""
     rows, vocab = logits.shape
-    kept = [np.array(h, np.int32) for h in histories or [()] * rows]
-    added = [np.frombuffer(pack_pairs(b), np.uint8) for b in biases or [()] * rows]
+    kept = [shared(np.array(h, np.int32)) for h in histories or [()] * rows]
+    added = [shared(np.frombuffer(pack_pairs(b), np.uint8)) for b in biases or [()] * rows]
     records = Guarded(rows * RECORD_BYTES)
     tops = [Guarded(num_top * PAIR_BYTES, fill=0x55) for _ in range(rows)]
     records.view[:] = np.frombuffer(
@@ -99,6 +96,18 @@ def bits(results: Sequence[Sampled]) -> bytes:
     """For comparisons that hold for NaN too."""
     parts = [(s.token, s.token_logprob, s.target_logprob) for s in results]
     return np.array(parts, np.float64).tobytes()
+
+
+def agree(one: Sequence[Sampled], other: Sequence[Sampled], tier: Tier) -> bool:
+    """Results of a tier and of another: the same bits. A GPU's log-probabilities may differ by
+    rounding."""
+    if isinstance(tier, Tier):
+        return bits(one) == bits(other)
+    pairs = list(zip(one, other, strict=True))
+    logprobs = [(a.token_logprob, b.token_logprob) for a, b in pairs]
+    logprobs += [(a.target_logprob, b.target_logprob) for a, b in pairs]
+    is_close = np.allclose(*np.transpose(logprobs), rtol=1e-6, atol=1e-6, equal_nan=True)
+    return is_close and all(a.token == b.token for a, b in pairs)
 
 
 def normal(rows: int, vocab: int, spread: float = 4) -> Floats:
@@ -174,7 +183,7 @@ def test_biases(tier: Tier, vocab: int) -> None:
     assert [r.token for r in results] == [e.token for e in expected]
     plain = run(logits, settings, tier, histories)
     assert [r.target_logprob for r in results] == [r.target_logprob for r in plain]
-    assert bits(run(logits, settings, PLAIN, histories, 3, biases)) == bits(results)
+    assert agree(run(logits, settings, PLAIN, histories, 3, biases), results, tier)
     if vocab > 1:
         assert [r.token for r in results] != [r.token for r in plain]
 
@@ -270,7 +279,7 @@ def test_draws(tier: Tier, chain: dict[str, Any], vocab: int) -> None:
             atol=1e-6,
         )
     assert bits(run(logits, settings, tier, histories, pieces=3)) == bits(results)
-    assert bits(run(logits, settings, PLAIN, histories)) == bits(results)
+    assert agree(run(logits, settings, PLAIN, histories), results, tier)
 
 
 @pytest.mark.parametrize("tier", HERE)
@@ -287,7 +296,7 @@ def test_a_large_vocabulary(tier: Tier, chain: dict[str, Any], spread: float) ->
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:
     """Not on the row, its neighbours or the scratch."""
-    tier = [t for t in TIERS if not missing(t)][-1]
+    tier = available()[-1]
     logits = np.repeat(normal(1, 300), 6, axis=0)
     hot = [Settings(seed=5, position=p, temperature=1.5) for p in (1, 2, 1, 3, 1, 2)]
     tokens = [r.token for r in run(logits, hot, tier)]
@@ -299,7 +308,7 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
 
 def test_frequencies_follow_the_probabilities() -> None:
     """Chi-square over 20,000 positions of 12 ids, 0.999 quantile."""
-    tier = [t for t in TIERS if not missing(t)][-1]
+    tier = available()[-1]
     logits = np.repeat(normal(1, 12, 1), 20_000, axis=0)
     settings = [Settings(seed=1, position=p, temperature=1.3) for p in range(20_000)]
     tokens = [r.token for r in run(logits, settings, tier)]
@@ -369,7 +378,8 @@ def test_top_lists(tier: Tier, vocab: int, num_top: int) -> None:
             [p for _, p in found], [p for _, p in expected], rtol=1e-6, atol=1e-6
         )
     assert run_top(logits, settings, tier, num_top, histories, 3, biases)[1] == tops
-    assert run_top(logits, settings, PLAIN, num_top, histories, 1, biases)[1] == tops
+    if isinstance(tier, Tier):
+        assert run_top(logits, settings, PLAIN, num_top, histories, 1, biases)[1] == tops
     without = run(logits, settings, tier, histories, biases=biases)
     assert bits(results) == bits(without)
 
@@ -411,11 +421,11 @@ def test_philox_gives_the_published_answers(tier: Tier) -> None:
         for i, word in enumerate(sample_cpu.philox(k, words[:4], words[4:])):
             k.store(word, k.params[1] + 4 * i)
 
-    compiler = Compiler(tier, ObjectCache(None))
+    compiler = uncached(tier)  # the code lives as long as it does
     _, call = piece(compiler, "philox", body)
     for counter, key, answer in KNOWN_ANSWERS:
         assert philox(counter, key) == answer
-        given, got = np.array([*counter, *key], np.uint32), np.zeros(4, np.uint32)
+        given, got = shared(np.array([*counter, *key], np.uint32)), shared(np.zeros(4, np.uint32))
         call(given.ctypes.data, got.ctypes.data, 0, 0)
         assert got.tolist() == answer
     assert random_bits(0, 0) == 0xE169C58D6627E8D5
@@ -430,14 +440,14 @@ def test_the_logarithm_is_within_two_ulp(tier: Tier) -> None:
             x = k.load(k.params[0] + i * 64, f32v)
             k.store(k.log(x), k.params[1] + i * 64)
 
-    compiler = Compiler(tier, ObjectCache(None))
+    compiler = uncached(tier)  # the code lives as long as it does
     _, call = piece(compiler, "log", body)
     rng = np.random.default_rng(1)
     wide = rng.integers(0x00800000, 0x7F800000, 40_000).astype(np.uint32).view(np.float32)
     near = (1 + rng.standard_normal(39_984) * 0.1).astype(np.float32).clip(1e-3)
     ends = np.array([0, -0.0, -1, 1e-40, 1, math.inf, math.nan, 2**-126, 3.4e38] + [1] * 7)
-    x = np.concatenate([wide, near, ends.astype(np.float32)])
-    y = np.zeros_like(x)
+    x = shared(np.concatenate([wide, near, ends.astype(np.float32)]))
+    y = shared(np.zeros_like(x))
     call(x.ctypes.data, y.ctypes.data, 0, len(x) // 16)
     exact = np.log(x[:-16].astype(np.float64))
     error = np.abs(y[:-16] - exact) / np.spacing(np.abs(exact).astype(np.float32))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jitllm.jit.emit import Kernel, Value, i32, i64
@@ -21,9 +22,12 @@ SLEEP_NS = 10_000_000
 DEFAULT_MXCSR = 0x1F80
 """Round to nearest even, denormals kept, no traps."""
 
-_MACHINE = platform.machine()
-_IS_X86 = _MACHINE in ("x86_64", "AMD64")
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(_MACHINE)
+DEFAULT_FPCR = 0
+"""The same on Arm."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
+"""Number of the system call on Linux."""
+
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 
 
@@ -37,18 +41,12 @@ def signature(role: str) -> dict[str, Any]:
 
 def emit(k: Kernel, *, role: str) -> Value | None:
     """Either function."""
-    control = k.stack(i32, 2)
-    if _IS_X86:
-        k.store(k.const(DEFAULT_MXCSR, i32), control)
-        _mxcsr(k, "st", control + 4)
-        _mxcsr(k, "ld", control)
     result = None
-    if role == "run":
-        result = _run(k)
-    else:
-        _worker(k)
-    if _IS_X86:
-        _mxcsr(k, "ld", control + 4)
+    with _default_rounding(k):
+        if role == "run":
+            result = _run(k)
+        else:
+            _worker(k)
     return result
 
 
@@ -185,7 +183,7 @@ def _wait(
 
 def _sleep(k: Kernel, word: Value, now: Value, sleep_ns: int | None) -> None:
     """Until the word is woken, its low half differs from `now`, or the time is over."""
-    if platform.system() != "Linux" or _FUTEX is None:
+    if not _has_futex(k):
         k.call_c("sched_yield", i32)
         return
     timeout = k.const(0)
@@ -198,21 +196,51 @@ def _sleep(k: Kernel, word: Value, now: Value, sleep_ns: int | None) -> None:
 
 def _wake(k: Kernel, word: Value, sleepers: Value) -> None:
     """Wake everyone who sleeps on the word."""
-    if platform.system() == "Linux" and _FUTEX is not None:
+    if _has_futex(k):
         with k.if_(k.atomic_load(sleepers) > 0):
             _futex(k, word, _FUTEX_WAKE_PRIVATE, k.const(2**31 - 1), k.const(0))
 
 
+def _has_futex(k: Kernel) -> bool:
+    return platform.system() == "Linux" and k.machine in _FUTEX
+
+
 def _futex(k: Kernel, word: Value, operation: int, value: Value, timeout: Value) -> None:
     arguments = (k.const(operation), value, timeout, k.const(0), k.const(0))
-    k.call_c("syscall", i64, k.const(_FUTEX or 0), word, *arguments, fixed=1)
+    k.call_c("syscall", i64, k.const(_FUTEX[k.machine]), word, *arguments, fixed=1)
 
 
 def _pause(k: Kernel) -> None:
-    if _IS_X86:
+    if _is_x86(k):
         k.intrinsic("llvm.x86.sse2.pause")
-    elif _MACHINE == "aarch64":
+    elif k.machine == "aarch64":
         k.intrinsic("llvm.aarch64.hint", k.const(1, i32))  # yield
+
+
+# --- the floating-point control register --------------------------------------------------------
+
+
+@contextmanager
+def _default_rounding(k: Kernel) -> Iterator[None]:
+    """The thread's control register is ours in the body, and the caller's again after it."""
+    if _is_x86(k):
+        control = k.stack(i32, 2)
+        k.store(k.const(DEFAULT_MXCSR, i32), control)
+        _mxcsr(k, "st", control + 4)
+        _mxcsr(k, "ld", control)
+        yield
+        _mxcsr(k, "ld", control + 4)
+    elif k.machine == "aarch64":
+        callers = k.intrinsic("llvm.aarch64.get.fpcr", result=i64)
+        k.intrinsic("llvm.aarch64.set.fpcr", k.const(DEFAULT_FPCR))
+        yield
+        k.intrinsic("llvm.aarch64.set.fpcr", callers)
+    else:
+        yield
+
+
+def _is_x86(k: Kernel) -> bool:
+    return k.machine in ("x86_64", "AMD64")
 
 
 def _mxcsr(k: Kernel, direction: str, address: Value) -> None:

@@ -1,0 +1,237 @@
+"""Copies in strided memory, and pieces of history between pages of any size: byte for byte what
+NumPy moves, and not a byte beside it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from jitllm.jit.copy import Copier
+from jitllm.jit.tiers import TIERS, Tier, choose, missing
+from jitllm.kernels.copy import RECORD_WORDS
+from jitllm.memory.columns import Columns
+from jitllm.memory.history import History
+from jitllm.memory.pages import KvPages
+from jitllm.models.graph import KvShape
+from tests.ops.harness import Guarded, compiler
+
+HERE = [
+    pytest.param(t, id=t.name, marks=pytest.mark.skipif(bool(missing(t)), reason="CPU"))
+    for t in TIERS
+]
+POISON = 0xEE
+
+# --- any copies -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", HERE)
+def test_rows_of_any_length_and_stride_arrive_and_nothing_else_changes(tier: Tier) -> None:
+    rng = np.random.default_rng(7)
+    lengths = [*range(70), 127, 128, 129, 191, 256, 1000, 4099]
+    num_rows = [int(rng.integers(0, 6)) for _ in lengths]
+    strides = [(n + int(rng.integers(0, 90)), n + int(rng.integers(0, 90))) for n in lengths]
+    source = Guarded(sum(r * s for r, (_, s) in zip(num_rows, strides, strict=True)))
+    into = Guarded(sum(r * d for r, (d, _) in zip(num_rows, strides, strict=True)), POISON)
+    source.view[:] = rng.integers(0, 256, source.size)
+    expected = into.view.copy()
+
+    table, at, to = array("Q"), 0, 0
+    for length, rows, (wide, narrow) in zip(lengths, num_rows, strides, strict=True):
+        table.extend([into.address + to, wide, source.address + at, narrow, rows, length])
+        for _ in range(rows):
+            expected[to : to + length] = source.view[at : at + length]
+            at, to = at + narrow, to + wide
+    Copier(compiler(tier)).run(table)
+    assert np.array_equal(into.view, expected)
+    into.check()
+    source.check()
+
+
+def test_of_a_table_only_as_many_copies_are_made_as_asked() -> None:
+    source, into = Guarded(8, 1), Guarded(8, POISON)
+    table = array("Q")
+    for at in range(8):
+        table.extend([into.address + at, 1, source.address + at, 1, 1, 1])
+    assert len(table) == 8 * RECORD_WORDS
+    copier = Copier(compiler(choose()))
+    copier.run(array("Q"))
+    copier.run(table, 0)
+    assert (into.view == POISON).all()
+    copier.run(table, 3)
+    assert into.view.tolist() == [1] * 3 + [POISON] * 5
+
+
+# --- pieces of history ----------------------------------------------------------------------------
+
+Numbers = NDArray[Any]
+ELEMENTS = {"f16": np.uint16, "f32": np.uint32}  # bits: no number is changed on its way
+
+
+@dataclass
+class Positions:
+    """Keys [kv_heads, k_dim, positions] and values [kv_heads, positions, v_dim] of a block."""
+
+    keys: Numbers
+    values: Numbers
+
+    def part(self, start: int, stop: int) -> Positions:
+        """Some positions, as views."""
+        return Positions(self.keys[..., start:stop], self.values[:, start:stop])
+
+    def set(self, other: Positions) -> None:
+        """Overwrite all of it."""
+        self.keys[...], self.values[...] = other.keys, other.values
+
+    def to_bytes(self) -> bytes:
+        """As one page."""
+        return self.keys.tobytes() + self.values.tobytes()
+
+
+class Side:
+    """A device's pages, in memory between guards, and the two sequences in them."""
+
+    def __init__(self, history: History, page_tokens: int, num_tokens: int) -> None:
+        self.history = history
+        self.page_tokens = page_tokens
+        blocks = range(len(history.shapes))
+        sizes = [history.num_bytes([block], page_tokens) for block in blocks]
+        capacity = 2 * -(-num_tokens // page_tokens)
+        self.memory = Guarded(capacity * Columns(sizes).stride_bytes, POISON)
+        base = self.memory.address
+        self.pages = KvPages(base, sizes, page_tokens, capacity, lambda *_: None)
+        for sequence in (0, 1):
+            self.pages.open(sequence, num_tokens)
+        for count in range(page_tokens, num_tokens + page_tokens, page_tokens):
+            for sequence in (1, 0):  # neither has neighbouring sets
+                assert self.pages.grow(sequence, min(count, num_tokens))
+
+    def page(self, block: int, index: int, memory: Numbers) -> Positions:
+        """A page of sequence 0, as views of `memory`, which is as large as this side's."""
+        shape = self.history.shapes[block]
+        start = self.pages.page(0, index, block) - self.memory.address
+        size = self.history.num_bytes([block], self.page_tokens)
+        numbers = memory[start : start + size].view(ELEMENTS[self.history.kv_element])
+        num_keys = shape.kv_heads * shape.k_dim * self.page_tokens
+        return Positions(
+            numbers[:num_keys].reshape(shape.kv_heads, shape.k_dim, self.page_tokens),
+            numbers[num_keys:].reshape(shape.kv_heads, self.page_tokens, shape.v_dim),
+        )
+
+    def write(self, block: int, at: int, one: Positions, memory: Numbers) -> None:
+        """One position, into the page where it belongs."""
+        page = self.page(block, at // self.page_tokens, memory)
+        offset = at % self.page_tokens
+        page.part(offset, offset + 1).set(one)
+
+    def copy(self, blocks: Sequence[int], start: int, stop: int, piece: int, *, out: bool) -> None:
+        """Between the pages and a piece at an address."""
+        table = self.history.copies(self.pages, 0, blocks, start, stop, piece, out=out)
+        Copier(compiler(choose())).run(table)
+        self.memory.check()
+
+
+@dataclass(frozen=True)
+class Case:
+    kv_element: str
+    shapes: tuple[KvShape, ...]
+    blocks: tuple[int, ...]
+    num_tokens: int
+    start: int
+    stop: int
+    page_tokens: tuple[int, int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = st.builds(KvShape, st.integers(1, 5), st.integers(1, 40), st.integers(1, 40))
+    shapes = draw(st.lists(shape, min_size=1, max_size=4))
+    start, stop, num_tokens = sorted(draw(st.tuples(*[st.integers(0, 300)] * 3)))
+    page_size = st.sampled_from([4, 8, 16, 32, 64, 128, 256])
+    return Case(
+        draw(st.sampled_from(sorted(ELEMENTS))),
+        tuple(shapes),
+        tuple(draw(st.lists(st.sampled_from(range(len(shapes))), min_size=1, unique=True))),
+        max(num_tokens, 1),
+        start,
+        stop,
+        (draw(page_size), draw(page_size)),
+    )
+
+
+REAL = KvShape(kv_heads=3, k_dim=64, v_dim=128)
+
+
+@pytest.mark.parametrize("element", sorted(ELEMENTS))
+@pytest.mark.parametrize("sizes", [(64, 256), (256, 64), (4, 64), (64, 4), (64, 64)], ids=str)
+def test_a_history_moves_between_page_sizes(sizes: tuple[int, int], element: str) -> None:
+    check(Case(element, (REAL,) * 3, (2, 0), 700, 37, 700, sizes))
+
+
+@settings(max_examples=80)
+@given(cases())
+def test_any_piece_moves_between_any_page_sizes(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
+    """Pages to a piece, the piece to pages of another size, and those to the same piece again."""
+    history = History(case.shapes, case.kv_element)
+    here, there = (Side(history, size, case.num_tokens) for size in case.page_tokens)
+    rng = np.random.default_rng(1)
+    expected = there.memory.view.copy()
+    piece = b""
+    for block in case.blocks:
+        whole = random_positions(rng, case.shapes[block], case.num_tokens, case.kv_element)
+        for at in range(case.num_tokens):
+            here.write(block, at, whole.part(at, at + 1), here.memory.view)
+        for at in range(case.start, case.stop):
+            there.write(block, at, whole.part(at, at + 1), expected)
+        piece += whole.part(case.start, case.stop).to_bytes()
+    assert history.num_bytes(case.blocks, case.stop - case.start) == len(piece)
+
+    before = here.memory.view.copy()
+    travels, again = (Guarded(len(piece), POISON) for _ in range(2))
+    here.copy(case.blocks, case.start, case.stop, travels.address, out=True)
+    assert travels.view.tobytes() == piece
+    there.copy(case.blocks, case.start, case.stop, travels.address, out=False)
+    assert np.array_equal(there.memory.view, expected)
+    there.copy(case.blocks, case.start, case.stop, again.address, out=True)
+    assert again.view.tobytes() == piece
+    assert np.array_equal(here.memory.view, before)
+    for memory in (travels, again):
+        memory.check()
+
+
+def random_positions(
+    rng: np.random.Generator, shape: KvShape, num_tokens: int, element: str
+) -> Positions:
+    """Every pattern of bits, NaN included."""
+    kind = np.dtype(ELEMENTS[element])
+
+    def numbers(*sizes: int) -> Numbers:
+        num_bytes = kind.itemsize * math.prod(sizes)
+        return np.frombuffer(rng.bytes(num_bytes), kind).reshape(sizes)
+
+    keys = numbers(shape.kv_heads, shape.k_dim, num_tokens)
+    return Positions(keys, numbers(shape.kv_heads, num_tokens, shape.v_dim))
+
+
+def test_pages_that_are_not_there_are_not_copied() -> None:
+    history = History((KvShape(1, 4, 4), KvShape(1, 4, 4)), "f16")
+    pages = KvPages(1 << 20, [64, 64], 4, 4, lambda *_: None, columns=[0])
+    pages.open(1, 16)
+    pages.grow(1, 8)
+    assert len(history.copies(pages, 1, [0], 0, 8, 0, out=True)) == 4 * RECORD_WORDS
+    assert len(history.copies(pages, 1, [0], 8, 8, 0, out=True)) == 0
+    for block, stop in [(0, 9), (1, 8)]:
+        with pytest.raises(ValueError, match="sequence 1 has no page"):
+            history.copies(pages, 1, [block], 0, stop, 0, out=True)
