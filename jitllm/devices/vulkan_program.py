@@ -1,0 +1,424 @@
+"""A model's ops on a Vulkan device: pipelines, and runs of blocks recorded once.
+
+A recording serves every step that fits its bucket; kernels read the true counts from the step
+context, so nothing happens on the host between ops. Knows ops and addresses. Knows no model, no
+sequence, no budget.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jitllm.devices.host import Limits
+from jitllm.devices.order import ordered
+from jitllm.devices.vulkan import Device, Moment
+from jitllm.devices.vulkan_memory import Arena, DeviceSpan, Staging
+from jitllm.errors import JitllmError
+from jitllm.jit.cpu import Progress
+from jitllm.jit.slang import SlangCompiler
+from jitllm.kernels.gpu import Bucket, Dispatch, Traits
+from jitllm.kernels.op import (
+    MAX_ARGS,
+    PANEL_TOKENS,
+    Buffer,
+    Const,
+    Ctx,
+    KernelSpec,
+    Op,
+    Rows,
+    Weight,
+)
+from jitllm.kernels.sample import RECORD_BYTES
+
+_ALIGN = 256
+_TABLES, _FIRST_BLOCK = 1, 2  # sections of a program: embed, tables, each block, head
+_PUSH_BYTES = 8 * (1 + MAX_ARGS)
+
+
+def traits(device: Device) -> Traits:
+    """What kernels are specialised for on a device."""
+    facts = device.physical
+    return Traits(facts.subgroup_size, facts.has_fast_dot, facts.shared_bytes)
+
+
+class Pipelines:
+    """Kernels of one device, ready to be launched; `close` them when no recording is left."""
+
+    def __init__(self, device: Device, compiler: SlangCompiler) -> None:
+        self._device = device
+        self._compiler = compiler
+        push = device.api.struct(
+            "VkPushConstantRange",
+            stageFlags=device.api.VK_SHADER_STAGE_COMPUTE_BIT,
+            size=_PUSH_BYTES,
+        )
+        self.layout = device.make(
+            "vkCreatePipelineLayout",
+            "VkPipelineLayoutCreateInfo",
+            pushConstantRangeCount=1,
+            pPushConstantRanges=push,
+        )
+        self._made: dict[KernelSpec, Any] = {}
+
+    def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> None:
+        """Make what is missing; see `SlangCompiler.build`."""
+        wanted = [s for s in dict.fromkeys(specs) if s not in self._made]
+        code = self._compiler.build(wanted, progress)
+        for spec in wanted:
+            self._made[spec] = self._make(code[spec])
+
+    def _make(self, code: bytes) -> Any:
+        vulkan, device = self._device.api, self._device
+        words = vulkan.ffi.new("uint32_t[]", len(code) // 4)
+        vulkan.ffi.memmove(words, code, len(code))
+        module = device.make(
+            "vkCreateShaderModule", "VkShaderModuleCreateInfo", codeSize=len(code), pCode=words
+        )
+        following = vulkan.ffi.NULL
+        if device.physical.varies_subgroups:
+            following = vulkan.struct(
+                "VkPipelineShaderStageRequiredSubgroupSizeCreateInfo",
+                requiredSubgroupSize=device.physical.subgroup_size,
+            )
+        stage = vulkan.struct(
+            "VkPipelineShaderStageCreateInfo",
+            pNext=following,
+            flags=vulkan.VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT,
+            stage=vulkan.VK_SHADER_STAGE_COMPUTE_BIT,
+            module=module,
+            pName="main",
+        )
+        info = vulkan.struct("VkComputePipelineCreateInfo", stage=stage[0], layout=self.layout)
+        out, null = vulkan.ffi.new("VkPipeline*"), vulkan.ffi.NULL
+        try:
+            vulkan.call("vkCreateComputePipelines", device.handle, null, 1, info, null, out)
+        finally:
+            device.destroy("vkDestroyShaderModule", module)
+        return out[0]
+
+    def record(self, commands: Any, ctx: int, dispatches: Iterable[Dispatch]) -> None:
+        """Write dispatches into a command buffer."""
+        vulkan = self._device.api
+        stage = vulkan.VK_SHADER_STAGE_COMPUTE_BIT
+        for dispatch in dispatches:
+            if dispatch.barrier:
+                self._device.barrier(commands)
+            self._check(dispatch)
+            pipeline = self._made[dispatch.kernel]
+            point = vulkan.VK_PIPELINE_BIND_POINT_COMPUTE
+            vulkan.call("vkCmdBindPipeline", commands, point, pipeline)
+            words = [ctx, *dispatch.args, *[0] * (MAX_ARGS - len(dispatch.args))]
+            data = vulkan.ffi.new("uint64_t[]", [word % 2**64 for word in words])
+            vulkan.call("vkCmdPushConstants", commands, self.layout, stage, 0, _PUSH_BYTES, data)
+            vulkan.call("vkCmdDispatch", commands, *dispatch.groups)
+
+    def _check(self, dispatch: Dispatch) -> None:
+        for groups, most in zip(dispatch.groups, self._device.physical.max_groups, strict=True):
+            if groups > most:
+                raise JitllmError(
+                    f"{dispatch.kernel.op} needs {groups} thread groups; "
+                    f"{self._device.physical.name} takes {most}"
+                )
+
+    def close(self) -> None:
+        """Destroy them."""
+        for pipeline in self._made.values():
+            self._device.destroy("vkDestroyPipeline", pipeline)
+        self._device.destroy("vkDestroyPipelineLayout", self.layout)
+
+
+def op_dispatches(op: Op, env: Any, bucket: Bucket) -> list[Dispatch]:
+    """What `kernels/<op>/gpu.py` says of an op."""
+    emitter = importlib.import_module(f"{type(op).__module__}.gpu")
+    found: list[Dispatch] = emitter.dispatches(op, env, bucket)
+    return found
+
+
+class VulkanProgram:
+    """A compiled stack of blocks: `GpuEnv` of its ops, owner of their buffers.
+
+    The arguments are those of `HostProgram`; weight_address gives device addresses, which are asked
+    for when a run is recorded (before, anything will do for a block that is not there). staging: of
+    the compute queue. Raises `JitllmError` where the arena has no room for the buffers.
+    """
+
+    def __init__(
+        self,
+        embed: Sequence[Op],
+        tables: Sequence[Op],
+        blocks: Sequence[tuple[int, Sequence[Op]]],
+        head: Sequence[Op],
+        *,
+        limits: Limits,
+        arena: Arena,
+        staging: Staging,
+        pipelines: Pipelines,
+        weight_address: Callable[[Weight], int],
+        page_tokens: int,
+        kv_element: str,
+        progress: Progress | None = None,
+    ) -> None:
+        self.limits = limits
+        self.num_blocks = len(blocks)
+        self.blocks_at_once = max(self.num_blocks, 1)
+        """Most blocks in one submission: drivers give up on those that take long."""
+        self.page_tokens = page_tokens
+        self.kv_element = kv_element
+        self.traits = traits(arena.device)
+        self._arena, self._staging, self._pipelines = arena, staging, pipelines
+        self._device = arena.device
+        self._weight_address = weight_address
+        self._slots = {block: slot for slot, (block, _) in enumerate(blocks)}
+        self._spans: list[DeviceSpan] = []
+        self._consts: dict[str, tuple[DeviceSpan, bytes]] = {}
+        self._scratch_bytes = 0
+        self._scratch_address = 0
+        self._sections = [embed, tables, *(ops for _, ops in blocks), head]
+        self._recorded: dict[tuple[int, int, Bucket], Any] = {}
+        try:
+            self._build(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, progress: Progress | None) -> None:
+        """Take memory and compile."""
+        layout = StepLayout(self.limits)
+        self.step = DeviceStep(layout, self._take(layout.num_bytes), self._staging)
+        self._offsets, num_bytes = self._lay_out()
+        self._buffers = self._take(num_bytes)
+        self._staging.clear(self._buffers)  # padding is zero for good
+        kernels = self._kernels()  # which also tells how much scratch they want
+        self._scratch_address = self._take(max(self._scratch_bytes, 1)).address
+        self._pipelines.build(kernels, progress)
+
+    def _kernels(self) -> list[KernelSpec]:
+        """All that any step needs: a dispatch looks at the bucket's tokens or at its outputs."""
+        tokens, outputs = sizes(self.limits.tokens), sizes(self.limits.outputs)
+        buckets = [Bucket(t, outputs[-1]) for t in tokens] + [Bucket(1, o) for o in outputs]
+        return [
+            dispatch.kernel
+            for bucket in buckets
+            for ops in self._sections
+            for dispatch in self._dispatches(ops, bucket)
+        ]
+
+    def bucket(self, num_tokens: int, num_outputs: int) -> Bucket:
+        """The smallest bucket of a step."""
+        tokens, outputs = sizes(self.limits.tokens), sizes(self.limits.outputs)
+        return Bucket(
+            min(n for n in tokens if n >= num_tokens), min(n for n in outputs if n >= num_outputs)
+        )
+
+    def _take(self, num_bytes: int) -> DeviceSpan:
+        if (span := self._arena.take(num_bytes)) is None:
+            raise JitllmError(
+                f"{self._device.physical.name} has no room for the buffers of a step",
+                "place fewer blocks on it or raise its budget",
+            )
+        self._spans.append(span)
+        return span
+
+    def _dispatches(self, ops: Sequence[Op], bucket: Bucket) -> list[Dispatch]:
+        """Dispatches with barriers only where an op depends on one since the last barrier."""
+        found: list[Dispatch] = []
+        for op, depends in ordered(ops):
+            for part, dispatch in enumerate(op_dispatches(op, self, bucket)):
+                found.append(dispatch if part else replace(dispatch, barrier=depends))
+        return found
+
+    # --- Env ---------------------------------------------------------------------------------
+
+    def _lay_out(self) -> tuple[dict[str, int], int]:
+        """Offsets of all buffers, by name, and the bytes they take in all."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for buffer in (b for ops in self._sections for op in ops for b in (*op.reads, *op.writes)):
+            if buffer.name not in offsets:
+                offsets[buffer.name] = end
+                rows = self.limits.outputs if buffer.rows is Rows.OUTPUTS else self.limits.tokens
+                end += -(-rows * buffer.stride_bytes // _ALIGN) * _ALIGN
+        return offsets, end
+
+    def buffer(self, buffer: Buffer) -> int:
+        """Address of row 0 of a buffer; equal names are one buffer."""
+        return self._buffers.address + self._offsets[buffer.name]
+
+    def weight(self, weight: Weight) -> int:
+        """Address of a weight's first byte."""
+        return self._weight_address(weight)
+
+    def const(self, const: Const) -> int:
+        """Address of a constant; equal names are one constant. Its bytes may be others at the next
+        recording: addresses of weights that have moved."""
+        span, data = self._consts.get(const.name) or (self._take(len(const.data)), b"")
+        if data != const.data:
+            self._staging.upload([(span, const.data)])
+            self._consts[const.name] = span, const.data
+        return span.address
+
+    def block_slot(self, block: int) -> int:
+        """Column of a block in page tables."""
+        return self._slots[block]
+
+    def scratch(self, num_bytes: int) -> int:
+        """See `GpuEnv.scratch`."""
+        self._scratch_bytes = max(self._scratch_bytes, num_bytes)
+        return self._scratch_address
+
+    # --- running -----------------------------------------------------------------------------
+
+    def run(
+        self,
+        start: int,
+        stop: int,
+        bucket: Bucket,
+        *,
+        embeds: bool,
+        begins: bool,
+        ends: bool,
+        after: Iterable[Moment] = (),
+    ) -> Moment:
+        """Start blocks [start, stop) for the step that `self.step` uploaded; see `HostProgram.run`.
+
+        after: what must be done before, weights on their way say. Returns when it is done.
+        """
+        first = _FIRST_BLOCK + start
+        last = len(self._sections) if ends else _FIRST_BLOCK + stop
+        cuts = [first]
+        if begins and stop > start:
+            opening = 0 if embeds else _TABLES
+            if start:
+                after = [self._submit(opening, _FIRST_BLOCK, bucket, after)]
+            else:
+                cuts = [opening]
+        cuts += [*range(first + self.blocks_at_once, last, self.blocks_at_once), last]
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            if begin < end:
+                after = [self._submit(begin, end, bucket, after)]
+        return self._device.compute.last
+
+    def _submit(self, first: int, last: int, bucket: Bucket, after: Iterable[Moment]) -> Moment:
+        commands = self._recording(first, last, bucket)
+        return self._device.compute.submit(commands, after=after)
+
+    def _recording(self, first: int, last: int, bucket: Bucket) -> Any:
+        """Commands of sections [first, last), recorded at their first use."""
+        key = first, last, bucket
+        if key not in self._recorded:
+            with self._device.compute.recording() as commands:
+                for ops in self._sections[first:last]:
+                    self._pipelines.record(
+                        commands, self.step.address, self._dispatches(ops, bucket)
+                    )
+                self._device.barrier(commands)
+            self._recorded[key] = commands
+        return self._recorded[key]
+
+    def moved(self, block: int) -> None:
+        """The weights of a block are at other addresses from now on; waits for what is running."""
+        self._device.compute.wait()
+        section = _FIRST_BLOCK + self._slots[block]
+        for key in [k for k in self._recorded if k[0] <= section < k[1]]:
+            self._device.compute.free(self._recorded.pop(key))
+
+    def read(self, buffer: Buffer, into: memoryview) -> None:
+        """The first rows of a buffer; waits for all that was submitted."""
+        self._staging.download(self._buffers, into, self._offsets[buffer.name])
+
+    def write(self, buffer: Buffer, rows: memoryview | bytes) -> None:
+        """Set the first rows of a buffer."""
+        offset = self._offsets[buffer.name]
+        part = replace(
+            self._buffers,
+            address=self._buffers.address + offset,
+            offset=self._buffers.offset + offset,
+        )
+        self._staging.upload([(part, rows)])
+
+    def close(self) -> None:
+        """Give the memory back; waits for what is running."""
+        self._device.compute.wait()
+        for commands in self._recorded.values():
+            self._device.compute.free(commands)
+        for span in self._spans:
+            self._arena.give(span)
+
+
+def sizes(limit: int) -> list[int]:
+    """Powers of two below a limit, and the limit."""
+    return [*(1 << i for i in range(max(limit - 1, 0).bit_length())), limit]
+
+
+class StepLayout:
+    """Where the parts of a step's memory lie: context words, sampling records, then arrays."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.sizes = {
+            Ctx.SAMPLING: RECORD_BYTES * limits.outputs,
+            Ctx.TABLES: 8 * limits.rows,
+            Ctx.TOKENS: 4 * limits.tokens,
+            Ctx.POSITIONS: 4 * limits.tokens,
+            Ctx.ROW_OF: 4 * limits.tokens,
+            Ctx.OUTPUTS: 4 * limits.outputs,
+        }
+        end = 8 * Ctx.WORDS
+        self.offsets: dict[Ctx, int] = {}
+        for word, size in self.sizes.items():
+            self.offsets[word] = end
+            end += size
+        self.num_bytes = end
+
+
+class DeviceStep:
+    """What a step is described in: `StepMemory`'s words and arrays, here and on the device.
+
+    Fill the arrays, then `upload`. tables and the lists that records name are device addresses.
+    records: a sampling record for each output; `fetch_records` brings the results.
+    """
+
+    def __init__(self, layout: StepLayout, span: DeviceSpan, staging: Staging) -> None:
+        self._span, self._staging, self._layout = span, staging, layout
+        self._bytes = bytearray(layout.num_bytes)
+        view = memoryview(self._bytes)
+        self._ctx = view[: 8 * Ctx.WORDS].cast("q")
+        for word, offset in layout.offsets.items():
+            self._ctx[word] = span.address + offset
+        self._ctx[Ctx.ONE] = 1
+
+        def part(word: Ctx) -> memoryview:
+            start = layout.offsets[word]
+            return view[start : start + layout.sizes[word]]
+
+        self.records = part(Ctx.SAMPLING)
+        self.tables = part(Ctx.TABLES).cast("Q")
+        self.tokens, self.positions = part(Ctx.TOKENS).cast("i"), part(Ctx.POSITIONS).cast("i")
+        self.row_of, self.outputs = part(Ctx.ROW_OF).cast("i"), part(Ctx.OUTPUTS).cast("i")
+
+    @property
+    def address(self) -> int:
+        """Device address of the context."""
+        return self._span.address
+
+    def set(self, word: Ctx, value: int) -> None:
+        """Set a context word."""
+        self._ctx[word] = value
+
+    def set_counts(self, num_tokens: int, num_outputs: int) -> None:
+        """Set the counts of a step."""
+        self._ctx[Ctx.NUM_TOKENS] = num_tokens
+        self._ctx[Ctx.NUM_OUTPUTS] = num_outputs
+        self._ctx[Ctx.TOKEN_PANELS] = -(-num_tokens // PANEL_TOKENS)
+        self._ctx[Ctx.OUTPUT_PANELS] = -(-num_outputs // PANEL_TOKENS)
+
+    def upload(self) -> None:
+        """Bring it to the device, before whatever is submitted next."""
+        self._staging.upload([(self._span, memoryview(self._bytes))])
+
+    def fetch_records(self, num_outputs: int) -> None:
+        """The first records as the device has them; waits for all that was submitted."""
+        into = self.records[: RECORD_BYTES * num_outputs]
+        self._staging.download(self._span, into, self._layout.offsets[Ctx.SAMPLING])

@@ -1,0 +1,80 @@
+"""How attention is launched on a GPU: the keys of a token are cut into parts that are computed side
+by side and then merged.
+
+Where a part begins is a function of the token's position alone, and a part's arithmetic does not
+depend on who computes it: a step with few tokens has a thread group for each part and a second
+launch that merges them, a step with many has one thread group for all parts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jitllm.kernels.attention import Attention
+from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, float_bits, spec
+
+PARTS = 16
+"""Parts that the keys of a token are cut into."""
+
+MAX_HEADS = 4
+"""Query heads of one KV head that a thread group takes together, so that keys are loaded once."""
+
+ENOUGH_GROUPS = 512
+"""With so many thread groups there is no need for more."""
+
+_THREADS = 128
+
+
+def dispatches(op: Attention, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+    """Arguments: q, dst, partial results, bytes between rows of q and of dst, byte offset of the
+    block's column, bytes of a table row, window, bits of the softcap."""
+    heads = heads_together(op.heads // op.kv_heads)
+    groups = op.heads // heads
+    is_split = bucket.tokens * groups < ENOUGH_GROUPS
+    params = {
+        "threads": _THREADS,
+        "together": heads,
+        "heads": op.heads,
+        "kv_heads": op.kv_heads,
+        "k_dim": op.k_dim,
+        "v_dim": op.v_dim,
+        "page_tokens": env.page_tokens,
+        "f16": env.kv_element == "f16",
+        "softcapped": op.softcap > 0,
+        "scale": _f32(op.scale),
+        "parts": PARTS,
+    }
+    row_bytes = 4 * (op.v_dim + 2)
+    partial = env.scratch(bucket.tokens * op.heads * PARTS * row_bytes) if is_split else 0
+    args = (
+        env.buffer(op.q),
+        env.buffer(op.dst),
+        partial,
+        op.q.stride_bytes,
+        op.dst.stride_bytes,
+        8 * env.block_slot(op.block),
+        8 * env.num_blocks,
+        op.window,
+        float_bits(op.softcap),
+    )
+    if not is_split:
+        kernel = spec("attention", env, mode="WHOLE", **params)
+        return [Dispatch(kernel, (groups, bucket.tokens, 1), args)]
+    return [
+        Dispatch(
+            spec("attention", env, mode="PART", **params), (groups, bucket.tokens, PARTS), args
+        ),
+        Dispatch(spec("attention", env, mode="MERGE", **params), (groups, bucket.tokens, 1), args),
+    ]
+
+
+def heads_together(group: int) -> int:
+    """The largest divisor of a KV head's query heads that is at most MAX_HEADS."""
+    return max(n for n in range(1, min(group, MAX_HEADS) + 1) if group % n == 0)
+
+
+def _f32(value: float) -> float:
+    """The f32 nearest to a value, so that its digits are short."""
+    rounded = float(f"{value:.9g}")
+    assert math.isclose(rounded, value, rel_tol=1e-8)
+    return rounded

@@ -1,0 +1,32 @@
+"""How keys and values are stored on a GPU: a thread an element."""
+
+from __future__ import annotations
+
+from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, spec, threads_for
+from jitllm.kernels.kv_write import KvWrite
+
+
+def dispatches(op: KvWrite, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+    """Arguments: k, v, bytes between rows of each, byte offset of the block's column, bytes of a
+    table row."""
+    items = op.kv_heads * (op.k_dim + op.v_dim)
+    threads = threads_for(items, env)
+    kernel = spec(
+        "kv_write",
+        env,
+        threads=threads,
+        kv_heads=op.kv_heads,
+        k_dim=op.k_dim,
+        v_dim=op.v_dim,
+        page_tokens=env.page_tokens,
+        f16=env.kv_element == "f16",
+    )
+    args = (
+        env.buffer(op.k),
+        env.buffer(op.v),
+        op.k.stride_bytes,
+        op.v.stride_bytes,
+        8 * env.block_slot(op.block),
+        8 * env.num_blocks,
+    )
+    return [Dispatch(kernel, (-(-items // threads), bucket.tokens, 1), args)]

@@ -1,0 +1,23 @@
+"""How activations are quantised on a GPU: eight threads a group of 32."""
+
+from __future__ import annotations
+
+from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, count_word, spec, threads_for
+from jitllm.kernels.layout import GROUP
+from jitllm.kernels.quantize import Quantize
+
+
+def dispatches(op: Quantize, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+    """Arguments: src, dst, bytes between rows of each, groups of a row, word of the count."""
+    groups = -(-op.src.width // GROUP)
+    threads = threads_for(groups * 8, env)
+    args = (
+        env.buffer(op.src),
+        env.buffer(op.dst),
+        op.src.stride_bytes,
+        op.dst.stride_bytes,
+        groups,
+        count_word(op.dst),
+    )
+    grid = (-(-groups * 8 // threads), bucket.rows(op.dst.rows), 1)
+    return [Dispatch(spec("quantize", env, threads=threads), grid, args)]
