@@ -19,15 +19,21 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
+from actors.parts import Parts
+
 R = TypeVar("R")
+P = TypeVar("P")
 ReplyT_co = TypeVar("ReplyT_co", covariant=True)
 
 
 class Message(Generic[ReplyT_co]):
-    """Base of every message; `Message[Reply]` says what `ask` gets back for it."""
+    """Base of every message; `Message[Reply]` says what `ask` gets back for it.
+
+    A `Message[Parts[Part]]` is answered in parts: it is not asked but followed.
+    """
 
     __slots__ = ()
 
@@ -51,16 +57,14 @@ class Ref(Protocol):
         """Queue `message` and wait for its reply; raises what the handler raised, or `Stopped`."""
         ...
 
+    def follow(self, message: Message[Parts[P]]) -> AsyncGenerator[P, None]:
+        """Queue `message` and take its reply in parts: in order, each of them once.
 
-class NamedRef:
-    """Base of the refs that travel between processes by their name."""
-
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """See `Ref`."""
-        raise NotImplementedError
+        The message goes when the first part is asked for. Raises what the handler or the reply
+        failed with, or `Stopped`, after the parts that came before. Whoever leaves early tells the
+        actor by closing the iterator (`contextlib.aclosing` does it).
+        """
+        ...
 
 
 class Recipe(Protocol):
@@ -79,10 +83,23 @@ class AnyRuntime(Protocol):
         """What about the place makes replies slower than they could be."""
         ...
 
-    async def start(self, recipe: Recipe, name: str, *, restarts: bool = False) -> Ref:
+    @property
+    def here(self) -> str:
+        """The name of this node; empty where there are no others."""
+        ...
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the other nodes."""
+        ...
+
+    async def start(
+        self, recipe: Recipe, name: str, *, restarts: bool = False, node: str = ""
+    ) -> Ref:
         """Start an actor under `name`; its ref once it is ready.
 
-        restarts: when its process dies, its successor is made from the same recipe. Raises what
+        restarts: when its process dies, its successor is made from the same recipe. node: where;
+        this one by default. Raises `UsageError` for a node that there is not, and what
         `recipe.make` and the actor's `on_start` raise.
         """
         ...
@@ -126,11 +143,15 @@ class Actor(ABC):
 
     @abstractmethod
     async def receive(self, message: Any) -> object:
-        """Handle `message`; the reply to whoever asked, or a future of it.
+        """Handle `message`; the reply to whoever asked, or a future of it, or `Parts` of it.
 
-        With a future the handler is done and the next message gets its turn; the asker waits on.
+        With a future or parts the handler is done and the next message gets its turn; the asker
+        waits on. Parts that have no end when the actor stops fail with `Stopped`.
         What it raises is raised in the asker, and the actor lives on.
         """
 
     def on_lost(self, message: Any, reply: object) -> None:  # noqa: B027
-        """Nobody took `reply`: who asked was cancelled. Take back what it handed out."""
+        """Nobody took `reply`: who asked was cancelled. Take back what it handed out.
+
+        Not called for `Parts`, which have a callback of their own for that.
+        """

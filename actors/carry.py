@@ -7,7 +7,6 @@ one user, and who is not that user is not let in.
 
 from __future__ import annotations
 
-import io
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import Any, NamedTuple
 
-from actors.actor import NamedRef, Ref
+from actors.actor import Ref
 from jitllm.errors import JitllmError
 
 FindRef = Callable[[str], Ref]
@@ -35,19 +34,24 @@ class Kind(IntEnum):
     """A message; nothing comes back."""
     ASK = 2
     """A message; exactly one REPLY, FAILURE or NOTHING comes back."""
-    CANCEL = 3
-    """Who asked does not wait any more."""
-    LOST = 4
+    FOLLOW = 3
+    """A message; any number of PART comes back, then exactly one REPLY, FAILURE or NOTHING."""
+    CANCEL = 4
+    """Who asked or followed does not wait any more."""
+    LOST = 5
     """A message and its reply, which came when nobody waited any more."""
-    PING = 5
+    PING = 6
     """Say PONG."""
 
-    REPLY = 6
-    FAILURE = 7
+    PART = 7
+    """The next part of a reply."""
+    REPLY = 8
+    """The reply; empty when all of it came in parts."""
+    FAILURE = 9
     """The handler's error."""
-    NOTHING = 8
-    """There was a reply, and it was taken back."""
-    PONG = 9
+    NOTHING = 10
+    """Nobody waited any more: a reply, if there was one, was taken back."""
+    PONG = 11
     """I live, and my mailbox moves."""
 
 
@@ -60,6 +64,12 @@ class Frame(NamedTuple):
     kind: Kind
     question: int
     body: bytes
+
+
+def peek(data: bytes) -> tuple[Kind, int]:
+    """Kind and question of the frame that `data` begins with."""
+    _, kind, question = _HEADER.unpack_from(data)
+    return Kind(kind), question
 
 
 def pack(kind: Kind, question: int = 0, body: bytes = b"") -> bytes:
@@ -94,6 +104,21 @@ class Frames:
             del self._buffer[:start]
 
 
+class NamedRef:
+    """Base of the refs that travel between processes by their name."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """See `Ref`."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by a hook of the pickler, which would be called for every object of every message.
+        return _found, (self.name,)
+
+
 class Carrier:
     """Pickles values for other processes; refs in them travel by name."""
 
@@ -102,9 +127,7 @@ class Carrier:
 
     def dump(self, value: object) -> bytes:
         """`value` as bytes; raises whatever pickling raises."""
-        buffer = io.BytesIO()
-        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-        return buffer.getvalue()
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
     def load(self, data: bytes) -> Any:
         """The value again; raises whatever it raises when it is made."""
@@ -125,15 +148,6 @@ class Carrier:
             told = f"{type(error).__name__} could not travel ({untold}): {error}"
             return self.dump(RuntimeError(told))
         return data
-
-
-class _Pickler(pickle.Pickler):
-    """Not `persistent_id`, which would be called for every number of a message."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, NamedRef):
-            return _found, (value.name,)
-        return NotImplemented
 
 
 def _found(name: str) -> Ref:

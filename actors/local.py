@@ -7,19 +7,22 @@ work belongs into an executor of the actor that has it; here nothing may block.
 from __future__ import annotations
 
 import asyncio
-import io
-import pickle
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
-from actors.actor import Actor, Message, NamedRef, Recipe
-from actors.mailbox import Mailbox, MailboxStatistics, Stopped
+from actors.actor import Actor, Message, Recipe
+from actors.carry import Carrier, NamedRef
+from actors.mailbox import Lost, Mailbox, MailboxStatistics, Stopped
+from actors.parts import Parts
+from jitllm.errors import UsageError
 from jitllm.log import logger
 
 R = TypeVar("R")
+P = TypeVar("P")
 
 MAX_QUEUED = 256
 """Messages that wait for an actor before its senders wait too."""
@@ -36,8 +39,9 @@ class Runtime:
     """
 
     def __init__(self, *, strict: bool = False) -> None:
-        self._strict = strict
+        self._carrier = Carrier(self.ref) if strict else None
         self._cells: dict[str, _Cell] = {}
+        self._recipes: dict[str, Recipe] = {}
         self._tasks = asyncio.TaskGroup()
 
     @property
@@ -45,9 +49,18 @@ class Runtime:
         """What about the place makes replies slower than they could be: nothing is known."""
         return ()
 
-    async def start(self, recipe: Recipe, name: str, *, restarts: bool = False) -> LocalRef:
-        """Start an actor that is made here; see `spawn`. In one process nothing is restarted."""
-        return await self.spawn(await recipe.make(), name)
+    here, nodes = "", ()  # one process is in one place
+
+    async def start(
+        self, recipe: Recipe, name: str, *, restarts: bool = False, node: str = ""
+    ) -> LocalRef:
+        """Start an actor that is made here; see `spawn`. Only what is killed is restarted."""
+        if node:
+            raise UsageError(f"no node {node} here", "devices of other nodes need -ray")
+        ref = await self.spawn(await recipe.make(), name)
+        if restarts:
+            self._recipes[name] = recipe
+        return ref
 
     async def spawn(self, actor: Actor, name: str, *, max_queued: int = MAX_QUEUED) -> LocalRef:
         """Start `actor` under `name`; its ref once it is ready.
@@ -56,8 +69,8 @@ class Runtime:
         """
         if name in self._cells:
             raise ValueError(f"an actor is called {name!r} already")
-        cell = self._cells[name] = _Cell(self, actor, name, max_queued)
-        cell.task = self._tasks.create_task(cell.run(), name=name)
+        cell = self._cells[name] = _Cell(self, name, max_queued)
+        cell.task = self._tasks.create_task(cell.run(actor), name=name)
         try:
             await asyncio.shield(cell.ready)
         except BaseException:
@@ -68,6 +81,21 @@ class Runtime:
     def ref(self, name: str) -> LocalRef:
         """The ref of the actor that is called `name`; `KeyError` when there is none."""
         return self._cells[name].ref
+
+    async def kill(self, name: str) -> None:
+        """Have an actor die as if it were a process, for tests; `KeyError` when there is none.
+
+        What is queued or waits is answered with `Lost`. What it holds goes as if it was stopped.
+        With `restarts` a successor is made from its recipe, and what comes from now on goes there.
+        """
+        cell = self._cells.pop(name)
+        recipe = self._recipes.get(name)
+        heir = None if recipe is None else cell.heir()
+        if heir is not None:
+            self._cells[name] = heir
+        await cell.die()
+        if heir is not None and recipe is not None and self._cells.get(name) is heir:
+            heir.task = self._tasks.create_task(heir.run(recipe), name=name)
 
     async def stop(self, name: str) -> None:
         """Stop one actor: what is queued or waits is answered with `Stopped`."""
@@ -98,18 +126,14 @@ class Runtime:
 
     def carry(self, value: R) -> R:
         """`value` as it arrives at the other end."""
-        return self._copy(value) if self._strict else value
+        if self._carrier is None:
+            return value
+        copy: R = self._carrier.load(self._carrier.dump(value))
+        return copy
 
     def create_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that this runtime waits for."""
         return self._tasks.create_task(work, name=name)
-
-    def _copy(self, value: R) -> R:
-        buffer = io.BytesIO()
-        _Pickler(buffer).dump(value)
-        buffer.seek(0)
-        copy: R = _Unpickler(buffer, self).load()
-        return copy
 
 
 class LocalRef(NamedRef):
@@ -131,18 +155,22 @@ class LocalRef(NamedRef):
 
     async def ask(self, message: Message[R]) -> R:
         """See `Ref.ask`."""
-        cell = self._cell
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        letter = Letter(cell.runtime.carry(message), reply)
+        return await self._reply(Letter(self._cell.runtime.carry(message), reply), reply)
+
+    async def follow(self, message: Message[Parts[P]]) -> AsyncGenerator[P, None]:
+        """See `Ref.follow`."""
+        cell = self._cell
+        reply: asyncio.Future[Parts[P]] = asyncio.get_running_loop().create_future()
+        letter = Letter(cell.runtime.carry(message), reply, is_followed=True)
+        parts = await self._reply(letter, reply)
         try:
-            await cell.mailbox.put(letter)
-            return await reply
-        except asyncio.CancelledError:
-            # An answer that is still to come sees that nobody waits. One that came in the same
-            # moment would be seen by nobody.
-            if not reply.cancel() and not reply.cancelled() and reply.exception() is None:
-                cell.lose(letter, reply.result())
-            raise
+            async for part in parts:
+                yield cell.runtime.carry(part)
+        except Exception as error:
+            raise cell.carry_error(error) from None
+        finally:
+            cell.lose(letter, parts)
 
     def offer(self, letter: Letter) -> bool:
         """Queue `letter` if there is room. Raises `Stopped` when the actor has."""
@@ -153,7 +181,7 @@ class LocalRef(NamedRef):
         await self._cell.mailbox.put(letter)
 
     def lose(self, letter: Letter, reply: object) -> None:
-        """Nobody took the `reply` to `letter`."""
+        """Nobody took the `reply` to `letter`, or nobody takes the rest of it."""
         self._cell.lose(letter, reply)
 
     def statistics(self) -> MailboxStatistics:
@@ -163,32 +191,48 @@ class LocalRef(NamedRef):
     def __repr__(self) -> str:
         return f"<actor {self.name}>"
 
+    async def _reply(self, letter: Letter, reply: asyncio.Future[R]) -> R:
+        """Queue `letter`; its reply."""
+        cell = self._cell
+        try:
+            await cell.mailbox.put(letter)
+            return await reply
+        except asyncio.CancelledError:
+            # An answer that is still to come sees that nobody waits. One that came in the same
+            # moment would be seen by nobody.
+            if not reply.cancel() and not reply.cancelled() and reply.exception() is None:
+                cell.lose(letter, reply.result())
+            raise
+
 
 @dataclass(slots=True, eq=False)
 class Letter:
     """A message on its way; `reply` is None when nobody waits for one.
 
-    A reply that was cancelled is one that nobody waits for any more.
+    A reply that was cancelled is one that nobody waits for any more. is_followed: the reply has to
+    be `Parts`, as the actor made them; otherwise it must not.
     """
 
     message: Any
     reply: asyncio.Future[Any] | None
+    is_followed: bool = False
 
 
 class _Cell:
     """One actor at home: its mailbox, its task, and the work beside it."""
 
-    def __init__(self, runtime: Runtime, actor: Actor, name: str, max_queued: int) -> None:
+    def __init__(self, runtime: Runtime, name: str, max_queued: int) -> None:
         self.runtime = runtime
         self.name = name
         self.mailbox: Mailbox[Letter] = Mailbox(name, max_queued)
         self.ref = LocalRef(self)
         self.task: asyncio.Task[None] | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._actor = actor
-        actor.context = self
+        self._actor: Actor | None = None
+        self._is_lost = False
         self._beside: set[asyncio.Task[None]] = set()
         self._owed: set[Letter] = set()
+        self._followed: WeakSet[Parts[Any]] = WeakSet()
 
     @property
     def me(self) -> LocalRef:
@@ -206,13 +250,31 @@ class _Cell:
         task.add_done_callback(lambda _: reply.cancel())
         return reply
 
-    async def run(self) -> None:
+    def heir(self) -> _Cell:
+        """Where the successor will live: the ref leads there from now on."""
+        heir = _Cell(self.runtime, self.name, self.mailbox.statistics().max_queued)
+        heir.ref, self.ref._cell = self.ref, heir
+        heir.ready.add_done_callback(_look)  # nobody waits for it
+        return heir
+
+    async def die(self) -> None:
+        """End the actor; whoever waits for it gets `Lost`."""
+        self._is_lost = True
+        if self.task is None:  # it was still to be made
+            await self._end()
+        else:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+
+    async def run(self, source: Actor | Recipe) -> None:
         """The whole life of the actor; it ends by being cancelled."""
         try:
-            await self._actor.on_start()
+            actor = source if isinstance(source, Actor) else await source.make()
+            actor.context, self._actor = self, actor
+            await actor.on_start()
             self.ready.set_result(None)
             while True:
-                await self._handle(await self.mailbox.take())
+                await self._handle(actor, await self.mailbox.take())
         except Exception as error:
             if self.ready.done():
                 _log.exception("%s failed outside of its handler", self.name)
@@ -222,18 +284,21 @@ class _Cell:
             await self._end()
 
     def lose(self, letter: Letter, reply: object) -> None:
-        """Tell the actor that nobody took `reply`."""
+        """Tell the actor that nobody took `reply`, or takes more parts of it."""
         try:
-            self._actor.on_lost(letter.message, reply)
+            if isinstance(reply, Parts):
+                reply.leave()
+            elif self._actor is not None:
+                self._actor.on_lost(letter.message, reply)
         except Exception:
             _log.exception("%s could not take a reply back", self.name)
 
-    async def _handle(self, letter: Letter) -> None:
+    async def _handle(self, actor: Actor, letter: Letter) -> None:
         """Have `letter` handled and answer it, whatever happens."""
         try:
-            reply = await self._actor.receive(letter.message)
+            reply = await actor.receive(letter.message)
         except asyncio.CancelledError:
-            self._refuse(letter, Stopped(self.name))
+            self._refuse(letter, self._ended())
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
@@ -250,22 +315,37 @@ class _Cell:
         """A reply that was promised is there."""
         self._owed.discard(letter)
         if reply.cancelled():
-            self._refuse(letter, Stopped(self.name))
+            self._refuse(letter, self._ended())
         elif (error := reply.exception()) is not None:
             self._refuse(letter, error)
         else:
             self._answer(letter, reply.result())
 
     def _answer(self, letter: Letter, reply: object) -> None:
-        if letter.reply is None:
+        if letter.reply is None and not isinstance(reply, Parts):
             return
-        if letter.reply.done():  # cancelled while it was handled
+        if letter.reply is None or letter.reply.done():  # told, or cancelled while it was handled
             self.lose(letter, reply)
             return
         try:
-            letter.reply.set_result(self.runtime.carry(reply))
-        except Exception as error:  # strict: this reply could not travel
+            letter.reply.set_result(self._handed(letter, reply))
+        except Exception as error:
             self._refuse(letter, error)
+
+    def _handed(self, letter: Letter, reply: object) -> object:
+        """`reply` as its asker gets it.
+
+        Raises `TypeError` for parts that nobody follows and the reverse; strict: whatever is raised
+        by a reply that cannot travel.
+        """
+        if isinstance(reply, Parts) is not letter.is_followed:
+            self.lose(letter, reply)
+            verb = "asked, not followed" if letter.is_followed else "followed, not asked"
+            raise TypeError(f"{type(letter.message).__name__} is {verb}")
+        if isinstance(reply, Parts):
+            self._followed.add(reply)
+            return reply
+        return self.runtime.carry(reply)
 
     def _refuse(self, letter: Letter, error: BaseException) -> None:
         if letter.reply is None:
@@ -277,9 +357,10 @@ class _Cell:
                     exc_info=error,
                 )
         elif not letter.reply.done():
-            letter.reply.set_exception(self._carry_error(error))
+            letter.reply.set_exception(self.carry_error(error))
 
-    def _carry_error(self, error: BaseException) -> BaseException:
+    def carry_error(self, error: BaseException) -> BaseException:
+        """`error` as it arrives at the other end."""
         try:
             return self.runtime.carry(error)
         except Exception as untold:  # strict: the asker learns at least that much
@@ -300,23 +381,35 @@ class _Cell:
         task.add_done_callback(lambda _: work.close())  # it never began if cancelled at once
         return task
 
+    def _ended(self) -> Stopped:
+        """What those get who wait for an actor that ends."""
+        return Lost(self.name) if self._is_lost else Stopped(self.name)
+
     async def _end(self) -> None:
-        for letter in self.mailbox.close():
-            self._refuse(letter, Stopped(self.name))
+        for letter in self.mailbox.close(self._ended()):
+            self._refuse(letter, self._ended())
         beside = tuple(self._beside)
         for task in beside:
             task.cancel()
         if beside:
             await asyncio.wait(beside)
         try:
-            await self._actor.on_stop()
+            if self._actor is not None:
+                await self._actor.on_stop()
         except Exception:
             _log.exception("%s did not stop cleanly", self.name)
         for letter in self._owed:
-            self._refuse(letter, Stopped(self.name))
+            self._refuse(letter, self._ended())
+        for parts in [parts for parts in self._followed if not parts.is_over]:
+            parts.fail(self._ended())
         if not self.ready.done():
-            self.ready.set_exception(Stopped(self.name))
+            self.ready.set_exception(self._ended())
             self.ready.exception()  # whoever spawned it may be gone, and that is no news
+
+
+def _look(ready: asyncio.Future[None]) -> None:
+    if not ready.cancelled() and (error := ready.exception()) is not None:
+        _log.error("no successor could be made: %s", error)
 
 
 async def _fulfil(work: Coroutine[Any, Any, R], reply: asyncio.Future[R]) -> None:
@@ -328,19 +421,3 @@ async def _fulfil(work: Coroutine[Any, Any, R], reply: asyncio.Future[R]) -> Non
     else:
         if not reply.done():
             reply.set_result(result)
-
-
-class _Pickler(pickle.Pickler):
-    """Refs travel by name."""
-
-    def persistent_id(self, obj: Any) -> str | None:
-        return obj.name if isinstance(obj, LocalRef) else None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, runtime: Runtime) -> None:
-        super().__init__(file)
-        self._runtime = runtime
-
-    def persistent_load(self, name: str) -> LocalRef:
-        return self._runtime.ref(name)

@@ -16,7 +16,7 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
@@ -25,9 +25,11 @@ from actors.actor import Message
 from actors.carry import Carrier, Frame, Frames, Kind, pack
 from actors.local import Letter, LocalRef
 from actors.mailbox import Lost, Stopped
+from actors.parts import Parts
 from jitllm.log import logger
 
 R = TypeVar("R")
+P = TypeVar("P")
 
 PING_S = 2.0
 """How often a silent peer is asked whether it lives, while it owes an answer."""
@@ -87,7 +89,8 @@ class Caller:
         self._name = name
         self._carrier = carrier
         self._asks: dict[int, _Ask] = {}
-        self._num_asks = 0
+        self._followed: dict[int, Parts[Any]] = {}
+        self._num_questions = 0
         self._unsent: list[bytes] = []
         self._wire: Wire | None = None
         loop = asyncio.get_running_loop()
@@ -109,11 +112,8 @@ class Caller:
 
     async def ask(self, message: Message[R]) -> R:
         """See `Ref.ask`. Raises `Lost` when the process of the actor goes meanwhile."""
-        body = self._carrier.dump(message)
-        self._num_asks += 1
-        question = self._num_asks
+        question = self._put(Kind.ASK, message)
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._send(pack(Kind.ASK, question, body))
         self._asks[question] = _Ask(message, reply)
         self._keep_watch()
         try:
@@ -127,6 +127,19 @@ class Caller:
                 self._return(message, reply.result())  # it came in the same moment
             raise
 
+    async def follow(self, message: Message[Parts[P]]) -> AsyncGenerator[P, None]:
+        """See `Ref.follow`. Raises `Lost` when the process of the actor goes meanwhile."""
+        question = self._put(Kind.FOLLOW, message)
+        parts: Parts[P] = Parts(partial(self._leave, question))
+        self._followed[question] = parts
+        self._keep_watch()
+        try:
+            await self._room()
+            async for part in parts:
+                yield part
+        finally:
+            parts.leave()
+
     def close(self) -> None:
         """Ask nothing any more; who waits gets `Stopped`."""
         self._end(Stopped(self._name))
@@ -136,6 +149,9 @@ class Caller:
     def answer(self, frame: Frame) -> None:
         """See `Listener`."""
         self._silent_s = 0.0
+        if frame.question in self._followed:
+            self._take_part(frame, self._followed[frame.question])
+            return
         ask = self._asks.pop(frame.question, None)
         if ask is None:
             return
@@ -144,23 +160,49 @@ class Caller:
                 self._return(ask.message, self._carrier.load(frame.body))
             return
         try:
-            value = self._carrier.load(frame.body) if frame.body else None
+            value = self._read(frame)
         except Exception as error:
-            unread = f"an answer of {self._name} could not be read: {error}"
-            ask.reply.set_exception(RuntimeError(unread))
-            return
-        if frame.kind is Kind.REPLY:
-            ask.reply.set_result(value)
-        elif isinstance(value, BaseException):
-            ask.reply.set_exception(value)
+            ask.reply.set_exception(error)
         else:
-            ask.reply.set_exception(Stopped(self._name))
+            ask.reply.set_result(value)
 
     def lose(self, problem: str) -> None:
         """See `Listener`."""
         self._end(Lost(self._name, problem))
 
     # -----------------------------------------------------------------------------------------
+
+    def _take_part(self, frame: Frame, parts: Parts[Any]) -> None:
+        try:
+            value = self._read(frame)
+        except Exception as error:
+            del self._followed[frame.question]
+            parts.fail(error)
+            if frame.kind is Kind.PART and self._error is None:
+                self._send(pack(Kind.CANCEL, frame.question))
+            return
+        if frame.kind is Kind.PART:
+            parts.put(value)
+        else:
+            del self._followed[frame.question]
+            parts.end()
+
+    def _read(self, frame: Frame) -> Any:
+        """What a frame says; raises what the actor failed with, or that it cannot be read."""
+        try:
+            value = self._carrier.load(frame.body) if frame.body else None
+        except Exception as error:
+            unread = f"an answer of {self._name} could not be read: {error}"
+            raise RuntimeError(unread) from error
+        if frame.kind in (Kind.REPLY, Kind.PART):
+            return value
+        raise value if isinstance(value, BaseException) else Stopped(self._name)
+
+    def _leave(self, question: int) -> None:
+        """Who followed takes no more."""
+        del self._followed[question]
+        if self._error is None:
+            self._send(pack(Kind.CANCEL, question))
 
     async def _open(self, connect: Connect) -> None:
         try:
@@ -176,6 +218,13 @@ class Caller:
             wire.send(data)
         self._unsent.clear()
         self._ready.set_result(None)
+
+    def _put(self, kind: Kind, message: Message[Any]) -> int:
+        """Send what will be answered; the number of the question."""
+        body = self._carrier.dump(message)
+        self._num_questions += 1
+        self._send(pack(kind, self._num_questions, body))
+        return self._num_questions
 
     def _send(self, data: bytes) -> None:
         if self._error is not None:
@@ -212,6 +261,9 @@ class Caller:
             if not ask.reply.done():
                 ask.reply.set_exception(error)
                 ask.reply.exception()  # who asked may be cancelled before it looks
+        followed, self._followed = self._followed, {}
+        for parts in followed.values():
+            parts.fail(error)
 
     def _keep_watch(self) -> None:
         """Ask a silent peer whether it lives, for as long as it owes an answer."""
@@ -221,7 +273,7 @@ class Caller:
 
     def _look(self) -> None:
         self._watch = None
-        if not self._asks or self._wire is None:
+        if not (self._asks or self._followed) or self._wire is None:
             return
         if self._silent_s >= DEADLINE_S:
             _log.error("%s does not move", self._name)
@@ -239,7 +291,9 @@ class Caller:
 class Session:
     """One caller's messages to an actor of this process.
 
-    send: takes the frames that go back. resume: called when a full mailbox has room again.
+    send: takes the frames that go back, one or more at a time. resume: called when a full mailbox
+    has room again. Parts of all replies that come in one turn of the event loop go back together:
+    it is the number of times that a caller is woken which costs.
     """
 
     def __init__(
@@ -254,6 +308,8 @@ class Session:
         self._send = send
         self._resume = resume
         self._owed: dict[int, Letter] = {}
+        self._followed: dict[int, tuple[Letter, Parts[Any]]] = {}
+        self._changed: dict[int, None] = {}  # those with parts to send, in this order
         self._held: deque[tuple[Frame, Letter]] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -261,12 +317,10 @@ class Session:
     def take(self, frame: Frame) -> bool:
         """Handle a frame; False: send no more before `resume` was called."""
         match frame.kind:
-            case Kind.TELL | Kind.ASK:
+            case Kind.TELL | Kind.ASK | Kind.FOLLOW:
                 self._deliver(frame)
             case Kind.CANCEL:
-                letter = self._owed.get(frame.question)
-                if letter is not None and letter.reply is not None:
-                    letter.reply.cancel()
+                self._give_up(frame.question)
             case Kind.LOST:
                 self._take_back(frame)
             case Kind.PING:
@@ -278,9 +332,18 @@ class Session:
     def close(self) -> None:
         """The caller is gone: nobody waits for what it asked."""
         self._is_closed = True
-        for letter in list(self._owed.values()):
-            if letter.reply is not None:
-                letter.reply.cancel()
+        for question in (*self._owed, *self._followed):
+            self._give_up(question)
+
+    def _give_up(self, question: int) -> None:
+        """Who asked or followed does not wait any more."""
+        letter = self._owed.get(question)
+        if letter is not None and letter.reply is not None:
+            if not letter.reply.cancel():  # it came in the same moment, and is about to be sent
+                asyncio.get_running_loop().call_soon(self._give_up, question)
+        elif question in self._followed:
+            self._ref.lose(*self._followed.pop(question))
+            self._send_back(pack(Kind.NOTHING, question))
 
     def _deliver(self, frame: Frame) -> None:
         try:
@@ -288,8 +351,8 @@ class Session:
         except Exception as error:
             self._refuse(frame, RuntimeError(f"a message could not be read: {error}"))
             return
-        letter = Letter(message, None)
-        if frame.kind is Kind.ASK:
+        letter = Letter(message, None, is_followed=frame.kind is Kind.FOLLOW)
+        if frame.kind is not Kind.TELL:
             letter.reply = asyncio.get_running_loop().create_future()
             letter.reply.add_done_callback(partial(self._answer, frame.question))
             self._owed[frame.question] = letter
@@ -324,7 +387,7 @@ class Session:
             self._refuse(frame, error)
 
     def _refuse(self, frame: Frame, error: Exception) -> None:
-        if frame.kind is Kind.ASK:
+        if frame.kind is not Kind.TELL:
             self._send_back(pack(Kind.FAILURE, frame.question, self._carrier.dump_error(error)))
         else:
             _log.error("%s did not get a message: %s", self._ref.name, error)
@@ -338,6 +401,8 @@ class Session:
             self._send_back(pack(Kind.FAILURE, question, self._carrier.dump_error(error)))
         elif self._is_closed:
             self._ref.lose(letter, reply.result())
+        elif letter.is_followed:
+            self._follow(question, letter, reply.result())
         else:
             try:
                 data = pack(Kind.REPLY, question, self._carrier.dump(reply.result()))
@@ -345,6 +410,46 @@ class Session:
                 self._ref.lose(letter, reply.result())
                 data = pack(Kind.FAILURE, question, self._carrier.dump_error(untold))
             self._send_back(data)
+
+    def _follow(self, question: int, letter: Letter, parts: Parts[Any]) -> None:
+        """Send what is put from now on, after what was put already."""
+        self._followed[question] = letter, parts
+        parts.watch(partial(self._note, question))
+        self._note(question)
+
+    def _note(self, question: int) -> None:
+        if not self._changed:
+            asyncio.get_running_loop().call_soon(self._send_parts)
+        self._changed[question] = None
+
+    def _send_parts(self) -> None:
+        """All that was put since the last time."""
+        changed, self._changed = self._changed, {}
+        data = b"".join(frame for question in changed for frame in self._frames(question))
+        if data:
+            self._send_back(data)
+
+    def _frames(self, question: int) -> Iterator[bytes]:
+        """The parts of one reply that wait, and its end."""
+        if question not in self._followed:
+            return
+        letter, parts = self._followed[question]
+        try:
+            for part in parts.take():
+                yield pack(Kind.PART, question, self._carrier.dump(part))
+        except Exception as untold:
+            del self._followed[question]
+            self._ref.lose(letter, parts)
+            yield pack(Kind.FAILURE, question, self._carrier.dump_error(untold))
+            return
+        if parts.is_over:
+            del self._followed[question]
+            yield self._end(question, parts.error)
+
+    def _end(self, question: int, error: BaseException | None) -> bytes:
+        if error is None:
+            return pack(Kind.REPLY, question)
+        return pack(Kind.FAILURE, question, self._carrier.dump_error(error))
 
     def _take_back(self, frame: Frame) -> None:
         try:

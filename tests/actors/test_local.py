@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -13,6 +15,7 @@ import pytest
 from actors.actor import Actor, Message, Ref
 from actors.local import Runtime
 from actors.mailbox import Stopped
+from actors.parts import Parts
 from jitllm.errors import PageError
 
 
@@ -52,7 +55,14 @@ class Promise(Message[int]):
     """Answer with a future that the test holds."""
 
 
-Any = Add | Fail | Wait | Open | Carry | Promise
+@dataclass(frozen=True, slots=True)
+class Give(Message[Parts[object]]):
+    """Answer with parts that the test holds; `later`: with a future of them, after `Open`."""
+
+    later: bool = False
+
+
+Any = Add | Fail | Wait | Open | Carry | Promise | Give
 
 
 class Example(Actor):
@@ -61,6 +71,7 @@ class Example(Actor):
         self.gate = asyncio.Event()
         self.promise: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.lost: list[object] = []
+        self.parts: Parts[object] = Parts(lambda: self.lost.append("left"))
         self.life = [] if life is None else life
         self.name = name
 
@@ -88,12 +99,18 @@ class Example(Actor):
                 return message.value
             case Promise():
                 return self.promise
+            case Give():
+                return self.context.later(self.give(), "give") if message.later else self.parts
             case _:
                 assert_never(message)
 
     async def wait(self) -> str:
         await self.gate.wait()
         return "open"
+
+    async def give(self) -> Parts[object]:
+        await self.gate.wait()
+        return self.parts
 
     def on_lost(self, message: object, reply: object) -> None:
         self.lost.append(reply)
@@ -330,3 +347,196 @@ async def test_refs_travel_by_name(runtime: Runtime) -> None:
     ref = await runtime.spawn(Example(), "example")
     back = await ref.ask(Carry((ref, 1)))
     assert back == (ref, 1)
+
+
+# --- replies in parts -----------------------------------------------------------------------------
+
+
+async def all_of(ref: Ref, message: Give) -> list[object]:
+    """Every part of a reply."""
+    return [part async for part in ref.follow(message)]
+
+
+@pytest.mark.parametrize("later", [False, True])
+async def test_parts_arrive_in_order_and_once(runtime: Runtime, later: bool) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+    example.parts.put(0)
+    following = asyncio.create_task(all_of(ref, Give(later)))
+    await ref.tell(Open())
+    await settle()
+    for number in range(1, 100):
+        example.parts.put(number)
+        if number % 7 == 0:
+            await asyncio.sleep(0)
+    assert await ref.ask(Add(1)) == 1
+    assert not following.done()
+    example.parts.end()
+    assert await following == list(range(100))
+    assert example.lost == []
+
+
+async def test_what_a_reply_failed_with_comes_after_its_parts(runtime: Runtime) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+    example.parts.put(1)
+    example.parts.put(2)
+    example.parts.fail(PageError("/some/file", 4096, "no luck"))
+    parts = ref.follow(Give())
+    assert [await anext(parts), await anext(parts)] == [1, 2]
+    with pytest.raises(PageError, match="no luck") as caught:
+        await anext(parts)
+    assert (caught.value.offset, example.lost) == (4096, [])
+
+
+async def test_a_refusal_comes_before_any_part(runtime: Runtime) -> None:
+    class Refusing(Example):
+        async def receive(self, message: Any) -> object:
+            raise PageError("/some/file", 4096, "not you")
+
+    ref = await runtime.spawn(Refusing(), "refusing")
+    with pytest.raises(PageError, match="not you"):
+        await all_of(ref, Give())
+
+
+@pytest.mark.parametrize("num_put", [0, 1, 3])
+@pytest.mark.parametrize("way", ["closed", "cancelled", "forgotten"])
+async def test_an_actor_hears_once_that_who_followed_has_left(
+    runtime: Runtime, way: str, num_put: int
+) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+
+    async def read() -> None:
+        async with aclosing(ref.follow(Give())) as parts:
+            async for part in parts:
+                if way == "closed" and part == num_put - 1:
+                    return
+
+    for number in range(num_put):
+        example.parts.put(number)
+    if way == "forgotten":
+        stream = ref.follow(Give())
+        waiting = asyncio.create_task(anext(stream))
+        await settle()
+        waiting.cancel()
+        del stream, waiting
+        await settle()
+        gc.collect()
+    else:
+        reading = asyncio.create_task(read())
+        await settle()
+        reading.cancel()
+    await settle()
+    assert example.lost == ["left"]
+    assert example.parts.is_over
+    example.parts.put("nobody reads this")
+    example.parts.end()
+    assert example.parts.take() == []
+    assert await ref.ask(Add(1)) == 1
+
+
+@pytest.mark.parametrize("handled", ["first", "later"])
+async def test_leaving_before_the_first_part_is_heard_of(runtime: Runtime, handled: str) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+    if handled == "later":
+        blocking = asyncio.create_task(ref.ask(Wait(later=False)))
+        await settle()
+    following = asyncio.create_task(all_of(ref, Give(later=handled == "first")))
+    await settle()
+    following.cancel()
+    await settle()
+    assert example.lost == []
+    example.gate.set()
+    await settle()
+    assert example.lost == ["left"]
+    if handled == "later":
+        assert await blocking == "open"
+
+
+async def test_who_left_after_the_end_is_no_news(runtime: Runtime) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+    example.parts.put(1)
+    example.parts.put(2)
+    example.parts.end()
+    async with aclosing(ref.follow(Give())) as parts:
+        assert await anext(parts) == 1
+    assert example.lost == []
+
+
+async def test_parts_without_an_end_fail_when_the_actor_stops(runtime: Runtime) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+    parts = ref.follow(Give())
+    example.parts.put(1)
+    example.parts.put(2)
+    assert await anext(parts) == 1
+    await runtime.stop("example")
+    assert await anext(parts) == 2
+    with pytest.raises(Stopped, match="example has stopped"):
+        await anext(parts)
+    with pytest.raises(Stopped):
+        await all_of(ref, Give())
+    assert example.lost == []
+
+
+async def test_after_the_end_comes_nothing() -> None:
+    parts = Parts[int]()
+    parts.end()
+    for late in (lambda: parts.put(1), parts.end, lambda: parts.fail(ValueError())):
+        with pytest.raises(ValueError, match="has ended"):
+            late()
+    assert [part async for part in parts] == []
+
+
+async def test_asking_and_following_are_not_mixed_up(runtime: Runtime) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+    with pytest.raises(TypeError, match="Give is followed, not asked"):
+        await ref.ask(Give())
+    assert example.lost == ["left"]
+    with pytest.raises(TypeError, match="Add is asked, not followed"):
+        await all_of(ref, Add(5))  # type: ignore[arg-type]
+    assert example.lost == ["left", 5]
+
+
+async def test_parts_for_nobody_are_left(runtime: Runtime) -> None:
+    example = Example()
+    ref = await runtime.spawn(example, "example")
+    await ref.tell(Give())
+    assert await ref.ask(Add(1)) == 1
+    assert example.lost == ["left"]
+
+
+async def test_an_error_of_who_is_left_stays_there(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks() -> None:
+        raise ValueError("broken")
+
+    example = Example()
+    example.parts = Parts(breaks)
+    ref = await runtime.spawn(example, "example")
+    example.parts.put(1)
+    with caplog.at_level(logging.ERROR, "jitllm"):
+        async with aclosing(ref.follow(Give())) as parts:
+            assert await anext(parts) == 1
+    assert "example could not take a reply back" in caplog.text
+
+
+async def test_strict_carries_every_part() -> None:
+    async with Runtime(strict=True) as runtime:
+        example = Example()
+        ref = await runtime.spawn(example, "example")
+        part = (ref, [1])
+        example.parts.put(part)
+        example.parts.put(lambda: None)
+        parts = ref.follow(Give())
+        copy = await anext(parts)
+        assert copy == part
+        assert copy is not part
+        with pytest.raises(Exception, match="pickle"):
+            await anext(parts)
+        assert example.lost == ["left"]

@@ -1,0 +1,113 @@
+"""A reply in parts: who answers puts one after the other, who follows takes them.
+
+Knows two ends in one process. Knows no actor and no wire: where the ends are in two processes, each
+has a `Parts` of its own, and frames carry what one has to the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, Self, TypeVar
+
+P = TypeVar("P")
+
+
+def _ignore() -> None:
+    """What is called when nobody listens."""
+
+
+def _wake(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
+class Parts(Generic[P]):
+    """A reply that is followed; its handler makes it, and goes on to put parts after it returned.
+
+    left: called when who followed leaves before the end: it closed its iterator, was cancelled, or
+    its process is gone. Parts are immutable. They wait until they are taken, any number of them: a
+    reader that is slow, or stuck, is waited for with memory, so put no more than has an end.
+    """
+
+    def __init__(self, left: Callable[[], None] = _ignore) -> None:
+        self._left = left
+        self._waiting: deque[P] = deque()
+        self._has_ended = False
+        self._was_left = False
+        self._error: BaseException | None = None
+        self._changed: Callable[[], None] = _ignore
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended, failed, or was left. Parts may still wait to be taken."""
+        return self._has_ended or self._was_left
+
+    # --- who answers -------------------------------------------------------------------------
+
+    def put(self, part: P) -> None:
+        """The next part. Dropped when who followed has left; `ValueError` after the end."""
+        if self._is_open():
+            self._waiting.append(part)
+            self._changed()
+
+    def end(self) -> None:
+        """There are no more parts. `ValueError` when it had an end already."""
+        if self._is_open():
+            self._has_ended = True
+            self._changed()
+
+    def fail(self, error: BaseException) -> None:
+        """After the parts so far, raise `error` in who follows. `ValueError` after the end."""
+        if self._is_open():
+            self._error = error
+            self.end()
+
+    # --- who follows -------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> P:
+        """The next part, once it is there. Raises what the reply failed with."""
+        while not self._waiting:
+            if self._error is not None:
+                raise self._error
+            if self.is_over:
+                raise StopAsyncIteration
+            turn = asyncio.get_running_loop().create_future()
+            self.watch(partial(_wake, turn))
+            await turn
+        return self._waiting.popleft()
+
+    def leave(self) -> None:
+        """Take no more; the actor is told, unless it was over. Twice is as good as once."""
+        self._waiting.clear()
+        if not self.is_over:
+            self._was_left = True
+            self._changed()
+            self._left()
+
+    # --- who passes it on --------------------------------------------------------------------
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed` at every part and at the end, in place of who was called before."""
+        self._changed = changed
+
+    def take(self) -> list[P]:
+        """All parts that wait."""
+        parts = list(self._waiting)
+        self._waiting.clear()
+        return parts
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, once it did."""
+        return self._error
+
+    def _is_open(self) -> bool:
+        if self._has_ended:
+            raise ValueError("a reply that has ended was to get another part or end")
+        return not self._was_left
