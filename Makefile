@@ -45,7 +45,7 @@ $(VENV)/.pip: .ci/venv
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.pip pyproject.toml
-	$(PIP) --editable ".[server,ray]" --group dev
+	$(PIP) --editable ".[server,ray,vulkan]" --group dev
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.pip pyproject.toml

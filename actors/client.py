@@ -1,99 +1,164 @@
 """The Engine port over a scheduler: what callers hold.
 
-One pull per client and step: `Collect` is answered when something is there.
+A reply is followed: one message goes, and a delta comes back for each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
-from actors.actor import Ref
-from actors.mailbox import Stopped
+from actors.actor import Message, Ref
+from actors.mailbox import Lost, Stopped
 from actors.messages import (
-    Cancel,
-    Collect,
-    Collected,
+    Arrange,
+    Arranged,
     DeviceStats,
     DeviceStatsRequest,
+    Move,
     PagerStats,
     PagerStatsRequest,
+    Rebudget,
     SchedulerStats,
     SchedulerStatsRequest,
-    SetBudget,
     Shrink,
     Submit,
-    Submitted,
 )
-from jitllm.engine import Delta, EngineStats, Pages, Request
+from actors.route import Site
+from jitllm.engine import Delta, DeviceUse, EngineStats, Moved, Pages, Request
+from jitllm.schedule.placement import Placement
+from jitllm.schedule.placement_map import parse_map
+
+R = TypeVar("R")
 
 
 class Client:
     """An Engine that speaks to actors; `stop` ends the runtime behind them."""
 
     def __init__(
-        self, scheduler: Ref, device: Ref, pager: Ref, stop: Callable[[], Awaitable[None]]
+        self, scheduler: Ref, sites: Mapping[str, Site], stop: Callable[[], Awaitable[None]]
     ) -> None:
         self._scheduler = scheduler
-        self._device = device
-        self._pager = pager
+        self._sites = dict(sites)
         self._stop = stop
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Stream the reply to `request`; see `Engine.generate`."""
-        submitted: Submitted = await self._scheduler.ask(Submit(request))
-        finished = False
-        try:
-            while not finished:
-                collected: Collected = await self._scheduler.ask(Collect(submitted.request_id))
-                for delta in collected.deltas:
-                    finished = finished or delta.finish is not None
-                    yield delta
-        finally:
-            if not finished:
-                with suppress(Stopped):  # which has ended every request
-                    await self._scheduler.tell(Cancel(submitted.request_id))
+        return self._scheduler.follow(Submit(request))
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         """Change the host budget between two tokens; returns what was reached."""
-        reached: PagerStats = await self._pager.ask(SetBudget(budget_bytes))
-        await self._device.ask(Shrink(reached.spare_bytes))
-        return _pages(reached)
+        await self._scheduler.ask(Rebudget(budget_bytes))
+        reached = await self._uses()
+        for name, (pager, _) in reached.items():
+            await _asked(self._sites[name].device, Shrink(pager.spare_bytes))
+        return _pages([pager for pager, _ in reached.values()])
+
+    async def move(
+        self, blocks: Iterable[int], to: str, *, head: bool = False, is_live: bool = True
+    ) -> Moved:
+        """Move blocks while replies go on; see `Engine.move`."""
+        moved: Moved = await self._scheduler.ask(Move(tuple(blocks), to, head, is_live))
+        return moved
+
+    async def place(self, placement: str, *, strict: bool = False) -> tuple[Moved, ...]:
+        """Go to what a map says; see `Engine.place`."""
+        arranged: Arranged = await self._scheduler.ask(Arrange(parse_map(placement), strict))
+        return arranged.moves
 
     async def stats(self) -> EngineStats:
         """A snapshot."""
-        pager: PagerStats = await self._pager.ask(PagerStatsRequest())
-        device: DeviceStats = await self._device.ask(DeviceStatsRequest())
         scheduler: SchedulerStats = await self._scheduler.ask(SchedulerStatsRequest())
+        uses = await self._uses()
+        devices = [device for _, device in uses.values()]
         return EngineStats(
-            pages=_pages(pager),
+            pages=_pages([pager for pager, _ in uses.values()]),
             running=scheduler.running,
             waiting=scheduler.waiting,
             steps=scheduler.steps,
-            kv_bytes=device.kv_bytes,
-            scratch_bytes=device.scratch_bytes,
-            threads=device.threads,
-            tier=device.tier,
-            context_tokens=device.context_tokens,
-            kv_idle_bytes=device.kv_idle_bytes,
+            kv_bytes=sum(device.kv_bytes for device in devices),
+            scratch_bytes=sum(device.scratch_bytes for device in devices),
+            threads=sum(device.threads for device in devices),
+            tier=devices[0].tier,
+            context_tokens=devices[0].context_tokens,
+            kv_idle_bytes=sum(device.kv_idle_bytes for device in devices),
+            placement=scheduler.placement,
+            devices=tuple(
+                _use(name, self._sites[name].node, scheduler.placement, *use)
+                for name, use in uses.items()
+            ),
+            declines=scheduler.declines,
+            moves=scheduler.moves,
+            moved_blocks=scheduler.moved_blocks,
+            move_totals=scheduler.move_totals,
+            last_move=scheduler.last_move,
+            losses=scheduler.losses,
+            recovery_s=scheduler.recovery_s,
+            lost=tuple(name for name in self._sites if name not in uses),
         )
+
+    async def _uses(self) -> dict[str, tuple[PagerStats, DeviceStats]]:
+        """What is held at every device that lives. Raises `Stopped` when none does."""
+        uses, error = {}, None
+        for name, site in self._sites.items():
+            try:
+                pager = await _asked(site.pager, PagerStatsRequest())
+                uses[name] = pager, await _asked(site.device, DeviceStatsRequest())
+            except Stopped as stopped:
+                error = stopped
+        if error is not None and not uses:
+            raise error
+        return uses
 
     async def close(self) -> None:
         """Stop every actor."""
         await self._stop()
 
 
-def _pages(pager: PagerStats) -> Pages:
-    return Pages(
-        blocks=pager.blocks,
+async def _asked(actor: Ref, message: Message[R]) -> R:
+    """The answer of an actor, or of the one that takes its place if it dies meanwhile."""
+    with suppress(Lost):
+        return await actor.ask(message)
+    return await actor.ask(message)
+
+
+def _use(
+    name: str, node: str, placement: Placement, pager: PagerStats, device: DeviceStats
+) -> DeviceUse:
+    return DeviceUse(
+        name=name,
+        node=node,
+        threads=device.threads,
+        tier=device.tier,
+        blocks=len(placement.blocks_on(name)),
+        has_head=placement.head == name,
+        placed=pager.placed,
+        placed_bytes=pager.placed_bytes,
         resident=pager.resident,
-        frames=pager.frames,
-        page_ins=pager.page_ins,
-        evictions=pager.evictions,
-        bytes_read=pager.bytes_read,
+        frames=min(pager.frames, pager.placed),
+        page_tokens=device.page_tokens,
+        kv_pages=device.kv_pages,
+        kv_bytes=device.kv_bytes,
+        kv_idle_bytes=device.kv_idle_bytes,
+        scratch_bytes=device.scratch_bytes,
         budget_bytes=pager.budget_bytes,
         fixed_bytes=pager.fixed_bytes,
-        over_budget_bytes=pager.over_budget_bytes,
-        read_s=pager.read_s,
-        wait_s=pager.wait_s,
+    )
+
+
+def _pages(all_of: Sequence[PagerStats]) -> Pages:
+    """What the pagers of a model hold and did, together."""
+    return Pages(
+        blocks=all_of[0].blocks,
+        resident=sum(pager.resident for pager in all_of),
+        frames=sum(min(pager.frames, pager.placed) for pager in all_of),
+        page_ins=sum(pager.page_ins for pager in all_of),
+        evictions=sum(pager.evictions for pager in all_of),
+        bytes_read=sum(pager.bytes_read for pager in all_of),
+        budget_bytes=sum(pager.budget_bytes for pager in all_of),
+        fixed_bytes=sum(pager.fixed_bytes for pager in all_of),
+        over_budget_bytes=sum(pager.over_budget_bytes for pager in all_of),
+        read_s=sum(pager.read_s for pager in all_of),
+        wait_s=sum(pager.wait_s for pager in all_of),
     )

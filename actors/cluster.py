@@ -2,7 +2,8 @@
 
 Imports Ray, for `actors.ray`. Knows no actor. A process is part of one cluster at most, and of that
 as long as anyone in it is. A cluster that was started here ends with this process whatever ends it:
-the kernel sees to its processes, and the next start to its folder.
+the kernel sees to its processes, and the next start to its folder. No signal reaches it that was
+meant for this process and its group.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +37,19 @@ TOKEN_REMEDY = "if it wants its token (~/.ray/auth_token), set RAY_AUTH_MODE=tok
 REACH_S = 5.0
 """How long an address may take to answer."""
 
+PROBE_S = 1.0
+"""How long a cluster that we are part of may take."""
+
 OBJECT_STORE_BYTES = 100 << 20
 """Ray's own messages only: weights, KV and hidden states never lie in the object store."""
+
+SETTINGS = {
+    "worker_niceness": 0,
+    "enable_metrics_collection": False,
+    "task_events_report_interval_ms": 0,
+}
+"""Of a cluster that is started here. It collects nothing about itself: there is no task to see but
+an actor's start and end, and who leaves a cluster that has crashed would wait 15 s to report."""
 
 _MAX_FOLDER = 40
 """Letters in the path of our folder: Ray puts sockets into it, whose paths have limits."""
@@ -87,6 +100,45 @@ class Cluster:
         self.dashboard = _membership.dashboard
         """Address of Ray's pages; empty if there are none."""
 
+    def is_there(self) -> bool:
+        """Whether anyone answers at its address: calls of Ray's hang where nobody does."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
+    def nodes(self) -> dict[str, str]:
+        """The nodes that are up, by the name that devices of theirs are called after.
+
+        That is the name of the machine, or its address where several have one name; the id of each
+        is Ray's. This node is among them.
+        """
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = [node for node in nodes if node["Alive"]]
+        hosts = Counter(node["NodeManagerHostname"] for node in alive)
+        return {
+            node["NodeManagerHostname"]
+            if hosts[node["NodeManagerHostname"]] == 1
+            else node["NodeManagerAddress"]: node["NodeID"]
+            for node in alive
+        }
+
+    def find(self, name: str) -> str:
+        """The id of a node; of this one if it has no name. Raises `UsageError` if there is none."""
+        nodes = self.nodes() if name else {"": self.node}
+        if name not in nodes:
+            raise UsageError(f"no node {name} in the cluster", f"there are {', '.join(nodes)}")
+        return nodes[name]
+
+    def kill(self, pid: int) -> None:
+        """End a process of Ray's on this node that the cluster itself can end no more."""
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            process = psutil.Process(pid)
+            if process.name().startswith("ray::"):  # the number may be another's by now
+                process.kill()
+
     def close(self) -> None:
         """Leave; what was started here ends. Twice is fine."""
         global _membership
@@ -127,7 +179,7 @@ def _join(how: str, dashboard: bool) -> str:
             "include_dashboard": None if dashboard else False,  # None: if its packages are there
             "object_store_memory": OBJECT_STORE_BYTES,
             "_temp_dir": str(_own_folder()),
-            "_system_config": {"worker_niceness": 0},
+            "_system_config": SETTINGS,
         }
     else:
         _check_address(how)
@@ -135,7 +187,7 @@ def _join(how: str, dashboard: bool) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
     _redirect_prints()
     try:
-        with _own_signals(), _private_files():
+        with _own_signals(), _private_files(), _own_sessions():
             url = ray.init(**options).dashboard_url
     except Exception as error:  # whatever it is, there is no cluster
         _leave()
@@ -196,6 +248,33 @@ def _own_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+_is_starting = False
+"""Whether processes that are forked here are Ray's."""
+
+
+def _leave_group() -> None:
+    if _is_starting:
+        os.setsid()
+
+
+os.register_at_fork(after_in_child=_leave_group)
+
+
+@contextlib.contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Processes of Ray's that start meanwhile get no signal that goes to our process group.
+
+    A terminal, `timeout` and systemd send one to all of a group. It asks us for the end, and the
+    cluster is needed until then.
+    """
+    global _is_starting
+    _is_starting = True
+    try:
+        yield
+    finally:
+        _is_starting = False
+
+
 @contextlib.contextmanager
 def _private_files() -> Iterator[None]:
     """What Ray writes at its start is for this user alone: the token of its clusters, above all."""
@@ -237,6 +316,7 @@ def _remove_own_folder() -> None:
     if _own is not None:
         folder, lock = _own
         _own = None
+        _kill_processes_of(folder)  # whom Ray did not find, because a part of it had crashed
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -255,20 +335,24 @@ def sweep() -> int:
             continue  # its process lives
         else:
             left += 1
-            _kill_processes_of(folder)
+            for pid in _kill_processes_of(folder):
+                _log.warning("a process of a killed server is ended: %d", pid)
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
     return left
 
 
-def _kill_processes_of(folder: Path) -> None:
-    """End our processes that have anything open in `folder`, which is nobody else's."""
+def _kill_processes_of(folder: Path) -> list[int]:
+    """End this user's processes that have anything open in `folder`, except this one; who."""
+    killed = []
     for process in psutil.process_iter(["uids"]):
         with contextlib.suppress(psutil.Error):
-            if process.info["uids"].real == os.getuid() and _uses(process, folder):
-                _log.warning("a process of a killed server is ended: %d", process.pid)
+            is_ours = process.info["uids"].real == os.getuid() and process.pid != os.getpid()
+            if is_ours and _uses(process, folder):
                 process.kill()
+                killed.append(process.pid)
+    return killed
 
 
 def _uses(process: psutil.Process, folder: Path) -> bool:

@@ -1,7 +1,8 @@
 """A CPU device: KV pages, scratch and compiled programs of one model's blocks.
 
-Computes straight from the pager's frames: a lease pins the blocks of a run while they compute.
-Knows spans, pages and launches. Decides nothing about who runs.
+Computes straight from its pager's frames: a lease pins the blocks of a run while they compute.
+Knows spans, pages, launches, and which blocks are its own. Decides nothing about who runs, and
+where blocks are.
 """
 
 from __future__ import annotations
@@ -11,35 +12,60 @@ import mmap
 from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from ctypes import addressof, create_string_buffer, memmove, string_at
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import assert_never
 
 from actors.actor import Actor, Ref
 from actors.mailbox import Lost
 from actors.messages import (
+    Abandon,
     Acquire,
+    Adopt,
+    Bring,
+    Brought,
+    Carried,
     Close,
+    Command,
     Cut,
     DeviceMessage,
     DeviceStats,
     DeviceStatsRequest,
+    Drop,
+    Fetch,
+    Fetched,
     Forget,
+    Hand,
     Lease,
+    Missing,
     Open,
     Opened,
+    Own,
+    Pack,
+    Parcel,
+    Place,
+    Prepare,
     Recall,
     Refused,
     Release,
     Reserve,
     Reserved,
     Shrink,
+    Slice,
     Step,
     StepDone,
+    Steps,
+    Unpack,
+    Unpacked,
 )
+from actors.parts import Parts
+from jitllm.devices import memory
 from jitllm.devices.host import HostProgram
 from jitllm.engine import MAX_TOP_LOGPROBS, Logits, Sampling, TopLogprobs
-from jitllm.errors import OverBudget
+from jitllm.errors import JitllmError, OverBudget
+from jitllm.jit.copy import Copier
 from jitllm.kernels.op import Buffer, Ctx
 from jitllm.kernels.sample import (
     PAIR_BYTES,
@@ -50,9 +76,11 @@ from jitllm.kernels.sample import (
     unpack_top,
 )
 from jitllm.memory import prefix
+from jitllm.memory.history import History
+from jitllm.memory.ownership import Ownership, Stale
 from jitllm.memory.pages import KvPages
 from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
-from jitllm.schedule.step import Span, SpanOutputs, SpanResult
+from jitllm.schedule.step import Span, SpanOutputs, SpanResult, following
 
 _TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 """Room for the likeliest tokens of one output."""
@@ -86,38 +114,40 @@ class _Seat:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A step that the compute thread does while messages are handled.
+    """Steps that the compute thread does one after the other while messages are handled.
 
-    goes_on: the next one begins as soon as it is done. results: once it is done. reply: to the
-    `Step` that asked for it; None while it is ahead of that.
+    steps: where each of them is answered. goes_on: another one may follow.
     """
 
-    spans: tuple[Span, ...]
-    step_id: int = 0
-    goes_on: bool = False
-    results: tuple[SpanResult, ...] = ()
-    reply: asyncio.Future[StepDone] | None = None
+    steps: Parts[StepDone]
+    goes_on: bool = True
+    landing: Future[None] | None = None
 
 
 # Whose the memory of a step is (tokens, positions, sampling records, histories)
-#   a flight    the compute thread's, from `_begin` to `_land`
+#   a flight    the compute thread's, from `_take_off` to its landing
 #   no flight   the handler's: what touches pages, seats or the lease halts the flight before
 
 
 class Device(Actor):
-    """One CPU device with all blocks of a model.
+    """One CPU device, with any of a model's blocks.
 
-    pager: whose frames the blocks lie in. logits: the epilogue's output buffer. compiled_kernels,
-    compile_s: what making the program took. owned: what ends with the device.
+    pager: whose frames the blocks lie in. hidden, logits: what goes in and out of the blocks.
+    outbox: memory that others read what is handed to them from. compiled_kernels, compile_s: what
+    making the program took. owned: what ends with the device.
     """
 
     def __init__(
         self,
         program: HostProgram,
         pages: KvPages,
+        history: History,
+        copier: Copier,
         pager: Ref,
-        logits: Buffer,
+        outbox: memory.Span,
         *,
+        hidden: Buffer,
+        logits: Buffer,
         tier: str,
         threads: int,
         context_tokens: int,
@@ -127,7 +157,11 @@ class Device(Actor):
     ) -> None:
         self._program = program
         self._pages = pages
+        self._history = history
+        self._copier = copier
         self._pager = pager
+        self._outbox = outbox
+        self._hidden = hidden
         self._logits = logits
         self._tier = tier
         self._threads = threads
@@ -135,19 +169,22 @@ class Device(Actor):
         self._compiled_kernels = compiled_kernels
         self._compile_s = compile_s
         self._owned = owned
+        self._attachments = owned.enter_context(ExitStack())
+        self._attached: dict[memory.Handle, int] = {}
+        self._ownership = Ownership()
         self._seats: dict[int, _Seat] = {}
-        self._lease: Lease | None = None
+        self._leases: dict[int, Lease] = {}
         self._sampling = array("B", bytes(RECORD_BYTES * program.limits.outputs))
         self._tops = array("B", bytes(_TOP_BYTES * program.limits.outputs))
         self._program.step.set(Ctx.SAMPLING, self._sampling.buffer_info()[0])
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
         self._flight: _Flight | None = None
-        self._landing: Future[None] | None = None
 
     async def on_start(self) -> None:
         """Scratch is charged to the host's budget, in place of what a predecessor held."""
         await self._pager.ask(Forget(self.context.me))
-        await self._pager.ask(Reserve("scratch", self._program.scratch_bytes, self._name))
+        num_bytes = self._program.scratch_bytes + self._outbox.num_bytes
+        await self._pager.ask(Reserve("scratch", num_bytes, self._name))
 
     async def on_stop(self) -> None:
         """Give threads and memory back."""
@@ -159,37 +196,68 @@ class Device(Actor):
     async def receive(self, message: DeviceMessage) -> object:
         """Handle one message."""
         match message:
-            case Open():
-                return await self._open(message)
-            case Close():
-                await self._close(message.sequence)
-                return None
             case Step():
                 return await self._step(message)
+            case Steps():
+                return await self._steps(message)
+            case Open():
+                return await self._open(message)
+            case Prepare():
+                return await self._prepare(message)
+            case Bring():
+                return self.context.later(self._bring(message), f"bring {message.block}")
+            case Missing():
+                is_here = message.sequence in self._seats
+                return self._pages.missing(message.sequence) if is_here else 0
+            case Pack():
+                return self._pack(message)
+            case Unpack():
+                return await self._unpack(message.parcel)
+            case DeviceStatsRequest():
+                return self._statistics()
+            case _:
+                await self._obey(message)
+                return None
+
+    async def _obey(self, message: Command) -> None:
+        """Handle a message that is answered when it is done."""
+        match message:
             case Cut():
                 self._cut()
-                return None
+            case Close():
+                await self._close(message.sequence)
             case Recall():
                 await self._halt()
                 await self._let_go()
-                return None
             case Shrink():
                 await self._halt()
                 self._pages.shrink(message.max_bytes)
-                return None
-            case DeviceStatsRequest():
-                return DeviceStats(
-                    kv_bytes=self._pages.held_bytes,
-                    kv_idle_bytes=self._pages.idle_bytes,
-                    scratch_bytes=self._program.scratch_bytes,
-                    threads=self._threads,
-                    tier=self._tier,
-                    context_tokens=self._context_tokens,
-                    compiled_kernels=self._compiled_kernels,
-                    compile_s=self._compile_s,
-                )
+            case Own():
+                await self._own(message)
+            case Hand():
+                await self._hand(message)
+            case Adopt():
+                await self._adopt(message)
+            case Drop():
+                await self._forget(self._ownership.drop(message.epoch))
+            case Abandon():
+                await self._forget(self._ownership.abandon(message.epoch))
             case _:
                 assert_never(message)
+
+    def _statistics(self) -> DeviceStats:
+        return DeviceStats(
+            kv_bytes=self._pages.held_bytes,
+            kv_pages=self._pages.num_held,
+            kv_idle_bytes=self._pages.idle_bytes,
+            page_tokens=self._pages.page_tokens,
+            scratch_bytes=self._program.scratch_bytes,
+            threads=self._threads,
+            tier=self._tier,
+            context_tokens=self._context_tokens,
+            compiled_kernels=self._compiled_kernels,
+            compile_s=self._compile_s,
+        )
 
     @property
     def _name(self) -> str:
@@ -199,9 +267,15 @@ class Device(Actor):
     # --- sequences ---------------------------------------------------------------------------
 
     async def _open(self, message: Open) -> Opened | Refused:
-        """Promise a sequence its KV room; one that is there already begins again."""
+        """Promise a sequence its KV room; one that is there already begins again.
+
+        Raises `Lost` where no block is: only a predecessor could have any.
+        """
+        if not self._ownership.held:
+            raise Lost(self._name, "it began again, and knows nothing of before")
         await self._close(message.sequence)
         wanted = prefix.reusable(message.tokens, self._pages.page_tokens)
+        wanted = wanted[: message.max_cached // self._pages.page_tokens]
         num_cached = self._pages.open(message.sequence, message.max_tokens, wanted)
         num_published = num_cached // self._pages.page_tokens
         seat = self._seats[message.sequence] = _Seat(
@@ -249,16 +323,16 @@ class Device(Actor):
         pages.shrink(reserved.spare_bytes)
         return reserved
 
-    async def _grow(self, span: Span) -> None:
-        """Pages for a span's positions; the promise grows with a reply that outruns it."""
-        seat, pages = self._seats[span.sequence], self._pages
-        if span.stop > seat.promised_tokens:
-            seat.promised_tokens = min(span.stop + MIN_PROMISED_TOKENS, seat.max_tokens)
+    async def _grow(self, sequence: int, num_tokens: int) -> None:
+        """Pages for a sequence's positions; the promise grows with a reply that outruns it."""
+        seat, pages = self._seats[sequence], self._pages
+        if num_tokens > seat.promised_tokens:
+            seat.promised_tokens = min(num_tokens + MIN_PROMISED_TOKENS, seat.max_tokens)
             await self._charge()
-        if not pages.grow(span.sequence, span.stop):
+        if not pages.grow(sequence, num_tokens):
             raise OverBudget(
-                f"KV of {span.stop} positions",
-                pages.num_sets(span.stop) * pages.set_bytes,
+                f"KV of {num_tokens} positions",
+                pages.num_sets(num_tokens) * pages.set_bytes,
                 pages.num_free * pages.set_bytes,
             )
 
@@ -272,21 +346,13 @@ class Device(Actor):
 
     # --- steps -------------------------------------------------------------------------------
 
-    async def _step(self, message: Step) -> StepDone | asyncio.Future[StepDone]:
-        flight = self._flight
-        if flight is not None and flight.reply is None and flight.spans == message.spans:
-            return self._join(flight, message)  # no logits: a step that hands them out stays alone
-        await self._halt()
-        if any(span.sequence not in self._seats for span in message.spans):
-            raise Lost(self._name, "it began again, and knows no sequence of before")
-        for span in message.spans:
-            await self._grow(span)
-        self._describe(message.spans)
-        if message.goes_on and self._lease is not None:
-            return self._join(self._begin(message.spans), message)
-        await self._run()
+    async def _step(self, message: Step) -> StepDone:
+        await self._begin(message)
+        await self._run(message)
         for span in message.spans:
             self._publish(span)
+        if not message.has_head:
+            return StepDone(message.step_id, (), (), self._hand_hidden(message))
         results, logits = self._results(message.spans), []
         row = 0
         for span in message.spans:
@@ -294,6 +360,60 @@ class Device(Actor):
                 logits.append((span.sequence, self._rows(row, span.num_outputs)))
             row += span.num_outputs
         return StepDone(message.step_id, results, tuple(logits))
+
+    async def _begin(self, message: Step) -> None:
+        """Have pages for a leg, and everything written down that its kernels read."""
+        await self._halt()
+        self._check(message)
+        for span in message.spans:
+            await self._grow(span.sequence, span.stop)
+        self._describe(message.spans)
+        if message.hidden is not None:
+            self._take_hidden(message.hidden)
+
+    def _check(self, message: Step) -> None:
+        """Raise `Lost` for what only a predecessor could do."""
+        blocks = range(message.start, message.stop)
+        is_mine = self._ownership.owned.issuperset(blocks)
+        if message.has_head:
+            is_mine = is_mine and self._head in self._ownership.owned
+        if not is_mine or any(span.sequence not in self._seats for span in message.spans):
+            raise Lost(self._name, "it began again, and knows nothing of before")
+
+    @property
+    def _head(self) -> int:
+        """The number that stands for the output head."""
+        return self._program.num_blocks
+
+    def _take_hidden(self, hidden: Carried) -> None:
+        """Begin with what the leg before ended with."""
+        address = self._program.buffer(self._hidden)
+        if isinstance(hidden, bytes):
+            memmove(address, hidden, len(hidden))
+        else:
+            memmove(address, self._address(hidden), hidden.num_bytes)
+
+    def _hand_hidden(self, message: Step) -> Carried:
+        """What the next leg begins with."""
+        num_bytes = self._hidden.stride_bytes * sum(len(span.tokens) for span in message.spans)
+        memmove(self._outbox.address, self._program.buffer(self._hidden), num_bytes)
+        return self._carried(0, num_bytes, inline=message.inline)
+
+    def _carried(self, offset: int, num_bytes: int, *, inline: bool) -> Carried:
+        """Bytes of the outbox, for whoever asked."""
+        if inline:
+            return string_at(self._outbox.address + offset, num_bytes)
+        return Slice(self._outbox.handle(), offset, num_bytes)
+
+    def _address(self, piece: Slice) -> int:
+        """Where bytes of another device can be read here."""
+        if piece.handle not in self._attached:
+            try:
+                attached = self._attachments.enter_context(memory.attach(piece.handle))
+            except JitllmError as error:  # who handed it on has died since
+                raise Lost(self._name, f"it could not read what it was handed: {error}") from error
+            self._attached[piece.handle] = attached
+        return self._attached[piece.handle] + piece.offset
 
     def _describe(self, spans: tuple[Span, ...]) -> None:
         """Write the step into native memory: per token, per row, per output."""
@@ -348,62 +468,89 @@ class Device(Actor):
             start = RECORD_BYTES * (output + index)
             self._sampling[start : start + RECORD_BYTES] = array("B", record)
 
-    async def _run(self) -> None:
-        """All blocks in order, as long a run at a time as is resident."""
+    async def _run(self, message: Step) -> None:
+        """The blocks of a leg in order, as long a run at a time as is resident."""
         loop = asyncio.get_running_loop()
-        program, start, num_blocks = self._program, 0, self._program.num_blocks
-        while start < num_blocks:
-            lease = self._lease
-            if lease is None:
-                lease = await self._pager.ask(Acquire(start, num_blocks, self._name))
-            first, last = start == 0, lease.stop == num_blocks
+        start, is_first = message.start, True
+        while is_first or start < message.stop:
+            lease = await self._acquire(start, message.stop) if start < message.stop else None
+            stop = start if lease is None else min(lease.stop, message.stop)
+            work = partial(
+                self._program.run,
+                start,
+                stop,
+                embeds=is_first and message.hidden is None,
+                begins=is_first,
+                ends=message.has_head and stop == message.stop,
+            )
             try:
-                work = partial(program.run, start, lease.stop, first=first, last=last)
                 await loop.run_in_executor(self._compute, work)
             finally:
-                if lease.is_standing:
-                    self._lease = lease
-                else:
+                if lease is not None and not lease.is_standing:
                     await self._pager.tell(Release(lease))
-            start = lease.stop
+            start, is_first = stop, False
 
-    # --- steps ahead of their messages -------------------------------------------------------
+    async def _acquire(self, start: int, stop: int) -> Lease:
+        """A lease of block `start` and what follows; one that may be kept is."""
+        kept = self._leases.get(start)
+        if kept is not None and kept.stop >= stop:
+            return kept
+        await self._let_go()
+        lease: Lease = await self._pager.ask(Acquire(start, stop, self._name))
+        if lease.is_standing:
+            self._leases[start] = lease
+        return lease
 
-    def _begin(self, spans: tuple[Span, ...]) -> _Flight:
-        """Compute a step that was described, under the standing lease."""
-        flight = self._flight = _Flight(spans)
-        self._landing = self._compute.submit(self._fly, flight, asyncio.get_running_loop())
-        return flight
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the whole model is here, and may stay for any number of steps."""
+        lease = self._leases.get(0)
+        is_whole = lease is not None and lease.stop == self._program.num_blocks
+        return is_whole and self._head in self._ownership.owned
 
-    def _join(self, flight: _Flight, message: Step) -> asyncio.Future[StepDone]:
-        """The reply to the message that asks for a flight."""
-        reply = flight.reply = asyncio.get_running_loop().create_future()
-        flight.step_id, flight.goes_on = message.step_id, message.goes_on
-        if flight.results:
-            self._answer(flight)
-        return reply
+    # --- steps without a message for each ----------------------------------------------------
 
-    def _fly(self, flight: _Flight, loop: asyncio.AbstractEventLoop) -> None:
-        """In the compute thread: step after step, until one of them does not go on."""
-        following: _Flight | None = flight
+    async def _steps(self, message: Steps) -> Parts[StepDone]:
+        """As many as can be without anything between them; one at the least."""
+        steps: Parts[StepDone] = Parts(self._cut)
+        if self._is_alone:
+            await self._begin(message.first)
+            self._take_off(message.first, steps)
+        else:  # the first step brings the lease with which the next ones fly
+            steps.put(await self._step(message.first))
+            steps.end()
+        return steps
+
+    def _take_off(self, first: Step, steps: Parts[StepDone]) -> None:
+        """Begin a flight with a step that was described, under the standing lease."""
+        flight = self._flight = _Flight(steps)
+        loop = asyncio.get_running_loop()
+        flight.landing = self._compute.submit(self._fly, flight, first.spans, first.step_id, loop)
+
+    def _fly(
+        self,
+        flight: _Flight,
+        spans: tuple[Span, ...],
+        step_id: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """In the compute thread: step after step, until there is a reason to ask."""
         try:
-            while following is not None:
-                flight = following
-                self._program.run(0, self._program.num_blocks, first=True, last=True)
-                results = self._results(flight.spans)
-                spans = self._following(flight.spans, results) if flight.goes_on else ()
-                following = _Flight(spans) if spans else None
-                if spans:
-                    self._describe(spans)
-                loop.call_soon_threadsafe(self._land, flight, results, following)
+            while spans:
+                self._program.run(0, self._head, embeds=True, begins=True, ends=True)
+                done = StepDone(step_id, self._results(spans), ())
+                following = self._following(spans, done.results) if flight.goes_on else ()
+                if following:
+                    self._describe(following)
+                loop.call_soon_threadsafe(self._land, flight, spans, done, not following)
+                spans, step_id = following, step_id + 1
         except Exception as error:
-            loop.call_soon_threadsafe(self._crash, error)
+            loop.call_soon_threadsafe(self._crash, flight, error)
 
     def _following(
         self, spans: tuple[Span, ...], results: tuple[SpanResult, ...]
     ) -> tuple[Span, ...]:
         """The step after one; none if a sequence ends with it, or needs a page."""
-        following = []
         for span, result in zip(spans, results, strict=True):
             seat, stop = self._seats[span.sequence], span.stop + 1
             room = self._pages.num_taken(span.sequence) * self._pages.page_tokens
@@ -411,58 +558,177 @@ class Device(Actor):
                 return ()
             if stop >= seat.max_tokens or stop > room:
                 return ()
-            tokens = (result.token,)
-            following.append(Span(span.sequence, span.stop, tokens, SpanOutputs.LAST, sample=True))
-        return tuple(following)
+        return following(spans, results)
 
     def _land(
-        self, flight: _Flight, results: tuple[SpanResult, ...], following: _Flight | None
+        self, flight: _Flight, spans: tuple[Span, ...], done: StepDone, is_last: bool
     ) -> None:
-        """A flight is done, and `following` has begun."""
-        flight.results = results
-        if following is not None:
-            self._flight = following
-        if flight.reply is not None:
-            self._answer(flight)
-
-    def _answer(self, flight: _Flight) -> None:
-        """A flight is done and was asked for; the next one begins, if it has not yet."""
-        for span in flight.spans:
+        """One step of a flight is done."""
+        for span in spans:
             self._publish(span)
-        if flight.reply is not None and not flight.reply.done():
-            flight.reply.set_result(StepDone(flight.step_id, flight.results, ()))
-        if self._flight is not flight:
-            return
-        self._flight = None
-        if flight.goes_on and (spans := self._following(flight.spans, flight.results)):
-            self._describe(spans)
-            self._begin(spans)
+        flight.steps.put(done)
+        if is_last:
+            self._flight = None
+            flight.steps.end()
 
-    def _crash(self, error: Exception) -> None:
-        """A flight failed; one that nobody asked for yet is begun again by who does."""
-        flight, self._flight = self._flight, None
-        if flight is not None and flight.reply is not None and not flight.reply.done():
-            flight.reply.set_exception(error)
+    def _crash(self, flight: _Flight, error: Exception) -> None:
+        """A step of a flight failed, and so none follows."""
+        self._flight = None
+        flight.steps.fail(error)
 
     def _cut(self) -> None:
-        """No flight after this one."""
+        """No step after this one without being asked."""
         if self._flight is not None:
             self._flight.goes_on = False
 
     async def _halt(self) -> None:
-        """Wait until the compute thread rests; what it did ahead is dropped."""
+        """Wait until the compute thread rests."""
         self._cut()
-        if self._flight is not None and self._landing is not None:
-            await asyncio.wrap_future(self._landing)
+        if self._flight is not None and self._flight.landing is not None:
+            await asyncio.wrap_future(self._flight.landing)
             self._flight = None
 
     # --- leases ------------------------------------------------------------------------------
 
     async def _let_go(self) -> None:
-        """Release the lease that was kept from the last step."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
+        """Release the leases that were kept from the last step."""
+        kept, self._leases = self._leases, {}
+        for lease in kept.values():
             await self._pager.tell(Release(lease))
+
+    # --- blocks that come and go -------------------------------------------------------------
+
+    async def _own(self, message: Own) -> None:
+        if self._ownership.settle(message.blocks, message.epoch):
+            await self._halt()
+            await self._let_go()
+            for sequence in self._seats:
+                self._pages.close(sequence)
+            self._seats.clear()
+            self._attachments.close()
+            self._attached.clear()
+            await self._settle()
+
+    async def _prepare(self, message: Prepare) -> Refused | None:
+        over = self._ownership.expect(message.blocks, message.epoch)
+        await self._halt()
+        await self._let_go()
+        self._pages.drop(over - {self._head})
+        reserved = await self._settle(is_new_dense_put_off=True)
+        if reserved.over_budget_bytes:
+            await self._forget(self._ownership.abandon(message.epoch))
+            need = reserved.over_budget_bytes
+            return Refused(need, 0)
+        return None
+
+    async def _bring(self, message: Bring) -> Brought:
+        await self._pager.ask(self._placing())
+        if message.block == self._head:
+            return Brought(0, "container")
+        fetched: Fetched = await self._pager.ask(
+            Fetch(message.block, message.source, message.share)
+        )
+        return Brought(fetched.num_bytes, fetched.origin)
+
+    async def _hand(self, message: Hand) -> None:
+        await self._halt()
+        await self._let_go()
+        self._ownership.hand(message.blocks, message.epoch)
+
+    async def _adopt(self, message: Adopt) -> None:
+        if not self._ownership.adopt(message.blocks, message.epoch):
+            return
+        self._pages.adopt(block for block in message.blocks if block != self._head)
+        for seat in self._seats.values():  # what others may share is whole again
+            seat.num_published, seat.digest = 0, b""
+
+    async def _forget(self, gone: frozenset[int]) -> None:
+        """Give back what is here of some blocks."""
+        if gone:
+            await self._halt()
+            await self._let_go()
+            await self._settle()
+
+    async def _settle(self, *, is_new_dense_put_off: bool = False) -> Reserved:
+        """Have memory for the blocks that are held, and for no others."""
+        held = self._ownership.held - {self._head}
+        self._pages.drop(self._pages.columns - held)
+        self._pages.hold(held)
+        self._pages.adopt(held & self._ownership.owned)
+        await self._pager.ask(self._placing(owned_only=is_new_dense_put_off))
+        return await self._charge()
+
+    def _placing(self, *, owned_only: bool = False) -> Place:
+        """What the pager is to serve: blocks, and the dense region, where each has its norms.
+
+        owned_only: the dense region only for what is owned already, because reading it takes time.
+        """
+        wanted = self._ownership.wanted
+        needs_dense = self._ownership.owned if owned_only else wanted
+        return Place(tuple(sorted(wanted - {self._head})), dense=bool(needs_dense))
+
+    # --- history that comes and goes ---------------------------------------------------------
+
+    def _pack(self, message: Pack) -> Parcel:
+        if not self._ownership.owned.issuperset(message.blocks):
+            raise Stale("pack the history of", message.blocks, message.epoch)
+        began_s = perf_counter()
+        start = stop = self._hidden_bytes
+        pieces = tuple(piece for piece in message.pieces if piece.sequence in self._seats)
+        for piece in pieces:
+            table = self._history.copies(
+                self._pages,
+                piece.sequence,
+                message.blocks,
+                piece.start,
+                piece.stop,
+                self._outbox.address + stop,
+                out=True,
+            )
+            self._copier.run(table)
+            stop += self._history.num_bytes(message.blocks, len(piece.tokens))
+        data = self._carried(start, stop - start, inline=message.inline)
+        seconds = perf_counter() - began_s
+        return Parcel(message.blocks, pieces, data, seconds, message.epoch, message.number)
+
+    async def _unpack(self, parcel: Parcel) -> Unpacked:
+        began_s = perf_counter()
+        data, num_pages = parcel.data, 0
+        if not self._ownership.take(parcel.blocks, parcel.epoch, parcel.number):
+            return Unpacked(0, 0.0)
+        if isinstance(data, bytes):
+            arrived = create_string_buffer(data, len(data))
+            address = addressof(arrived)
+        else:
+            address = self._address(data)
+        for piece in parcel.pieces:
+            num_bytes = self._history.num_bytes(parcel.blocks, len(piece.tokens))
+            seat = self._seats.get(piece.sequence)
+            if seat is None:  # it ended while this was on its way
+                address += num_bytes
+                continue
+            await self._grow(piece.sequence, piece.stop)
+            seat.history[piece.start : piece.stop] = array("i", piece.tokens)
+            table = self._history.copies(
+                self._pages,
+                piece.sequence,
+                parcel.blocks,
+                piece.start,
+                piece.stop,
+                address,
+                out=False,
+            )
+            self._copier.run(table)
+            self._pages.fill(piece.sequence, piece.stop)
+            address += num_bytes
+            size = self._pages.page_tokens
+            num_pages += len(parcel.blocks) * (-(-piece.stop // size) - piece.start // size)
+        return Unpacked(num_pages, perf_counter() - began_s)
+
+    @property
+    def _hidden_bytes(self) -> int:
+        """The part of the outbox that hidden states leave through; parcels do behind it."""
+        return self._hidden.stride_bytes * self._program.limits.tokens
 
     # --- results -----------------------------------------------------------------------------
 

@@ -114,13 +114,16 @@ class Mailbox(Generic[T]):
                 turn.set_result(None)
         return item
 
-    def close(self) -> list[T]:
-        """Refuse what comes from now on and what waits for room; what was queued, in order."""
+    def close(self, error: Stopped | None = None) -> list[T]:
+        """Refuse what comes from now on and what waits for room; what was queued, in order.
+
+        error: what those who wait for room get, by default `Stopped`.
+        """
         self._is_closed = True
         left, self._queued = list(self._queued), deque()
         for turn, _ in self._senders:
             if not turn.done():
-                turn.set_exception(Stopped(self.name))
+                turn.set_exception(error or Stopped(self.name))
         self._senders.clear()
         self._wake_taker()
         return left

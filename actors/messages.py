@@ -7,10 +7,14 @@ and receiver may be in one process or in two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from actors.actor import Message, Ref
+from actors.parts import Parts
 from jitllm.devices.memory import Handle
-from jitllm.engine import Delta, Logits, Request, Sampling
+from jitllm.engine import Delta, Logits, Moved, MoveTotals, Request, Sampling
+from jitllm.schedule.placement import Decline, Placement
+from jitllm.schedule.placement_map import PlacementMap
 from jitllm.schedule.step import Span, SpanResult
 
 # ------------------------------------------------------------------------------------------ pager
@@ -32,11 +36,40 @@ class Located:
     """Where the weights lie on this node, for as long as the pager lives."""
 
     dense: Handle
-    """Of the dense region, which is always resident."""
+    """Of the dense region, to be read while it is placed here."""
     blocks: Handle
     """Of the memory for all blocks; to be read under a lease only."""
     offsets: tuple[int, ...]
     """Where in it the extent of each block begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A block's bytes in the memory of a pager of this node, to be read under a lease only."""
+
+    handle: Handle
+    """Of the memory for all blocks of that pager."""
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A block that stays resident until `lease` is released, and where it lies."""
+
+    lease: Lease
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What became of a fetch, and how long its turn took, pauses included."""
+
+    num_bytes: int
+    """That were copied or read for it."""
+    seconds: float
+    origin: Literal["here", "frames", "container", "none"]
+    """Where the block was found; "none": there was no room, or it was needed otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +91,16 @@ class PagerStats:
     """What the pager holds, and all it did so far."""
 
     blocks: int
+    """Of the model."""
+    placed: int
+    """How many of them are served from here."""
+    placed_bytes: int
+    """What those take."""
     resident: int
     frames: int
-    """Blocks that can be held at once; one is always admitted."""
+    """Placed blocks that can be held at once; one is always admitted."""
     page_ins: int
+    """Blocks that came in, from the container or from another pager."""
     evictions: int
     bytes_read: int
     """From the container, its dense region included, its header not."""
@@ -73,7 +112,7 @@ class PagerStats:
     spare_bytes: int
     """What nobody needs, all blocks being there: what may be kept and given up on demand."""
     read_s: float
-    """Time that page-ins took, overlapping or not."""
+    """Time that page-ins took, overlapping or not, without pauses."""
     wait_s: float
     """Time that devices waited for a block."""
     reads_ahead: bool
@@ -86,7 +125,8 @@ class PagerStats:
 class Acquire(Message[Lease]):
     """Lease a run of blocks that begins with `start` and ends before or at `stop`.
 
-    Answered once `start` is resident; the run is as long as what is resident then. Release a lease
+    Answered once `start` is resident; the run is as long as what is resident then, and ends before
+    a block that is not placed here. Refused when `start` is not. Release a lease
     before the next one is acquired: with a small budget there may be room for one block only. And
     before anything is reserved: who waits for room must not be who takes it.
     """
@@ -102,6 +142,45 @@ class Release(Message[None]):
     """The blocks of `lease` are not used any more. Twice is as good as once."""
 
     lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Message[None]):
+    """Serve `blocks` and no others from now on.
+
+    What is placed no more goes at once, or when the last lease on it is released; standing leases
+    on it are recalled. Answered once the dense region is there, if that is asked for; before it is
+    read, blocks give way to it as to a reservation.
+    """
+
+    blocks: tuple[int, ...]
+    dense: bool
+    """Whether the dense region is needed here; otherwise its memory and its charge go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Message[Fetched]):
+    """Bring a placed block in ahead of its use, if there is free room for it.
+
+    Nothing goes for it, and who needs the room for a reply meanwhile takes it away. Answered when
+    the block is there or is given up; fetches take turns. Raises `PageError` for a block that
+    cannot be read, `JitllmError` for one that is not placed or whose `source` cannot be read.
+    """
+
+    block: int
+    source: Frame | None = None
+    """Where to copy it from, under a lease that outlives the fetch; else the container is read."""
+    share: float = 1.0
+    """The part of the time, in (0, 1], that may be spent reading or copying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lend(Message[Lent | None]):
+    """Lease a placed block for its bytes, if it is resident; nothing comes in for it."""
+
+    block: int
+    device: str = ""
+    """Who holds the lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +223,18 @@ class PagerStatsRequest(Message[PagerStats]):
     """Say what is held and what was done."""
 
 
-PagerMessage = Acquire | Release | Locate | Reserve | Forget | SetBudget | PagerStatsRequest
+PagerMessage = (
+    Acquire
+    | Release
+    | Place
+    | Fetch
+    | Lend
+    | Locate
+    | Reserve
+    | Forget
+    | SetBudget
+    | PagerStatsRequest
+)
 
 # ----------------------------------------------------------------------------------------- device
 
@@ -169,12 +259,86 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes in another process of this node: `[offset, offset + num_bytes)` of a span.
+
+    Good until the message after the one that brought it.
+    """
+
+    handle: Handle
+    offset: int
+    num_bytes: int
+
+
+Carried = Slice | bytes
+"""Bytes on their way: where they lie, or between nodes the bytes themselves."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step's results in the order of its spans; logits by sequence, where asked for."""
+    """A step's results in the order of its spans; logits by sequence, where asked for.
+
+    hidden: after a leg that is not the last one, what the next one begins with.
+    """
 
     step_id: int
     results: tuple[SpanResult, ...]
     logits: tuple[tuple[int, Logits], ...]
+    hidden: Carried | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Positions of a sequence from `start` on, and the tokens that are there."""
+
+    sequence: int
+    start: int
+    tokens: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """Position after the last one."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Keys and values of pieces, one after the other, for each of some blocks.
+
+    How they lie is `jitllm.memory.history`'s to say. seconds: what it took to pack. epoch, number:
+    of the move that it is for, and of the parcel in that move.
+    """
+
+    blocks: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    data: Carried
+    seconds: float
+    epoch: int
+    number: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What travels."""
+        return self.data.num_bytes if isinstance(self.data, Slice) else len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A parcel has been taken in. num_pages: pages of the receiver that it went into."""
+
+    num_pages: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A block's weights are there, or there was no room ahead of their use.
+
+    num_bytes: what was copied or read for it.
+    """
+
+    num_bytes: int
+    origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +347,11 @@ class DeviceStats:
 
     kv_bytes: int
     """Of the sequences that have a seat."""
+    kv_pages: int
+    """Which those hold, of all blocks."""
     kv_idle_bytes: int
     """Of prefixes that are kept for sequences to come."""
+    page_tokens: int
     scratch_bytes: int
     threads: int
     tier: str
@@ -203,6 +370,8 @@ class Open(Message[Opened | Refused]):
     to name with every log-probability. tokens: what is known of it, where prefixes may be shared;
     empty where all of it has to be computed.
     must_fit: take it even over budget, because nothing else runs. stop_ids: tokens that end it.
+    max_cached: no more positions than that can have been computed, because another device of the
+    route has no more.
     """
 
     sequence: int
@@ -214,6 +383,7 @@ class Open(Message[Opened | Refused]):
     top_logprobs: int
     must_fit: bool
     stop_ids: frozenset[int] = frozenset()
+    max_cached: int = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +395,131 @@ class Close(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Step(Message[StepDone]):
-    """Compute one forward pass of a batch. logits: sequences whose rows are handed out.
+    """Compute one leg of a forward pass of a batch: blocks `[start, stop)`, then perhaps the head.
 
-    goes_on: most likely the next step is the same with the tokens that this one samples. The device
-    may begin it before it is asked, and drops it when something else is asked then.
+    hidden: what the leg before ended with; None for the first leg, which begins with the tokens.
+    inline: hand hidden states on as bytes, because the next leg is on another node. logits:
+    sequences whose rows are handed out.
     """
 
     step_id: int
     spans: tuple[Span, ...]
+    start: int
+    stop: int
+    has_head: bool
+    hidden: Carried | None = None
+    inline: bool = False
     logits: tuple[int, ...] = ()
-    goes_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(Message[Parts[StepDone]]):
+    """Compute a step, and then the same again with the tokens that it sampled, and so on.
+
+    Only where the device has the whole model, and nobody wants logits. Each step is answered as
+    soon as it is done. They end, with one at the least, when a sequence ends or needs a page, and
+    after `Cut`.
+    """
+
+    first: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Own(Message[None]):
+    """These blocks are yours from now on, and no others: a beginning, or the end of a loss.
+
+    No sequence has a seat after it. Twice is as good as once.
+    blocks: the number after the last one stands for the output head, here and in what follows.
+    epoch: of the placement that says so.
+    """
+
+    blocks: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(Message[Refused | None]):
+    """These blocks will come to you in `epoch`: make room for their weights, keys and values."""
+
+    blocks: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bring(Message[Brought]):
+    """Have the weights of a block that is prepared for brought, if there is room ahead of its use.
+
+    source: where they lie in another pager's memory of this node. share: most of the time that may
+    be spent on it, so that replies go on.
+    """
+
+    block: int
+    source: Frame | None
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Missing(Message[int]):
+    """From which position on a sequence lacks keys and values of the blocks to come."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack(Message[Parcel]):
+    """Keys and values of some positions, to be taken somewhere else. Nothing changes here.
+
+    inline: as bytes, because the receiver is on another node.
+    """
+
+    blocks: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    inline: bool
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack(Message[Unpacked]):
+    """Take keys and values in. A parcel that comes twice, or late, changes nothing."""
+
+    parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Hand(Message[None]):
+    """These blocks are not yours from now on; keep what is there of them. Comes between steps."""
+
+    blocks: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt(Message[None]):
+    """What you prepared for `epoch` is yours from now on: all of its history is there."""
+
+    blocks: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Message[None]):
+    """What you handed over in `epoch` has arrived: give its memory back. Twice does no harm."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon(Message[None]):
+    """The move of `epoch` does not take place: forget what was prepared, take back what was
+    handed over. Twice does no harm."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cut(Message[None]):
-    """The next step will be another one: begin none ahead. Twice is as good as once."""
+    """The next step will be another one: end `Steps` after this one. Twice is as good as once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,53 +539,87 @@ class Recall(Message[None]):
     """Release what lease you keep: the pager needs the room."""
 
 
-DeviceMessage = Open | Recall | Close | Step | Cut | Shrink | DeviceStatsRequest
+Command = Own | Close | Cut | Recall | Shrink | Hand | Adopt | Drop | Abandon
+"""What a device is told to do, and answers when it is done."""
+
+DeviceMessage = (
+    Open | Step | Steps | DeviceStatsRequest | Prepare | Bring | Missing | Pack | Unpack | Command
+)
 
 # -------------------------------------------------------------------------------------- scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
-    """A request was taken in."""
-
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What became known of a request since the last pull; none when it is unknown."""
-
-    deltas: tuple[Delta, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Sequences and steps."""
+    """Sequences, steps, where blocks are, and what became of devices."""
 
     running: int
     waiting: int
     steps: int
+    placement: Placement
+    declines: tuple[Decline, ...]
+    """What was asked for of the placement and is not so."""
+    moves: int
+    """How many there were."""
+    moved_blocks: int
+    move_totals: MoveTotals
+    last_move: Moved | None
+    losses: int
+    """Deaths of devices."""
+    recovery_s: float
+    """After the last of them, until devices were ready again."""
+    lost: tuple[str, ...]
+    """Devices that did not come back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Submit(Message[Submitted]):
-    """Queue a request. Refused with an error when it cannot be served at all."""
+class Arranged:
+    """The moves that a map took, in order."""
+
+    moves: tuple[Moved, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Message[Parts[Delta]]):
+    """Queue a request; its reply comes in deltas, as they become known.
+
+    Refused with an error, before the first of them, when it cannot be served at all. Who follows no
+    more ends the request between two steps, in whatever state it is.
+    """
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class Collect(Message[Collected]):
-    """Answer as soon as something of the request is known."""
+class Move(Message[Moved]):
+    """Move blocks, and the head if asked, to a device while replies go on.
 
-    request_id: int
+    is_live: copy ahead of the hand-over; otherwise replies stand still all the time. Refused with
+    `PlacementError`; nothing has changed then.
+    """
+
+    blocks: tuple[int, ...]
+    to: str
+    head: bool = False
+    is_live: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel(Message[None]):
-    """The client has gone: end the request between two steps, in whatever state it is."""
+class Arrange(Message[Arranged]):
+    """Go from the present placement to what a map makes of it, while replies go on.
 
-    request_id: int
+    strict: all of it or nothing, refused with `PlacementError`; otherwise what cannot be is noted.
+    """
+
+    wanted: PlacementMap
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rebudget(Message[None]):
+    """Change what the model may take on each host."""
+
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,4 +627,4 @@ class SchedulerStatsRequest(Message[SchedulerStats]):
     """Say what runs."""
 
 
-SchedulerMessage = Submit | Collect | Cancel | SchedulerStatsRequest
+SchedulerMessage = Submit | Move | Arrange | Rebudget | SchedulerStatsRequest

@@ -2,30 +2,39 @@
 
 Knows leases, reads in flight and reservations. Knows no tensor and no device. Which block goes when
 another comes is `jitllm.memory.residency`'s to say, where it lies `jitllm.memory.weights`'s.
+
+It serves the blocks that are placed here. A fetch brings one of them in ahead of its use, also from
+the frames of another pager; whatever a reply needs comes before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple, TypeVar, assert_never
+from typing import Literal, NamedTuple, TypeVar, assert_never
 
 from actors.actor import Actor, Ref
 from actors.mailbox import Stopped
 from actors.messages import (
     Acquire,
+    Fetch,
+    Fetched,
     Forget,
+    Frame,
     Lease,
+    Lend,
+    Lent,
     Locate,
     Located,
     PagerMessage,
     PagerStats,
     PagerStatsRequest,
+    Place,
     Recall,
     Release,
     Reserve,
@@ -33,12 +42,13 @@ from actors.messages import (
     SetBudget,
 )
 from jitllm.config import ReadAhead
-from jitllm.devices.memory import Memory
+from jitllm.devices.memory import Memory, attach
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container
 from jitllm.memory.frames import Frames
 from jitllm.memory.read_ahead import Pace
 from jitllm.memory.residency import Residency
+from jitllm.memory.throttle import Abandoned, Throttle
 from jitllm.memory.weights import Weights
 
 R = TypeVar("R")
@@ -56,10 +66,22 @@ class _Granted(NamedTuple):
     lease: Lease
     device: str
     since_s: float
+    is_kept: bool
+    """It may be held for long: it stands, or was lent."""
+
+
+class _Fetching(NamedTuple):
+    """The fetch that is in flight, and that nobody waits for yet."""
+
+    block: int
+    throttle: Throttle
 
 
 class Pager(Actor):
-    """One model's weights on this host."""
+    """One model's weights on this host; the part of them that is placed here.
+
+    is_empty: nothing is until a `Place`; otherwise everything is.
+    """
 
     def __init__(
         self,
@@ -69,10 +91,12 @@ class Pager(Actor):
         read_ahead: ReadAhead = "auto",
         *,
         direct: bool = True,
+        is_empty: bool = False,
     ) -> None:
         self._container = container
         self._memory = memory
         self._direct = direct
+        self._is_empty = is_empty
         self._choice = read_ahead
         self._reads_ahead = read_ahead == "on"
         self._pace = Pace()
@@ -80,6 +104,12 @@ class Pager(Actor):
         self._frames = Frames(budget_bytes)
         self._reads: dict[int, asyncio.Future[float]] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._fetching: _Fetching | None = None
+        self._fetch_turn = asyncio.Lock()
+
+        self._needs_dense = not is_empty
+        self._has_dense = False
+        self._dense_turn = asyncio.Lock()
 
         self._leases: dict[int, _Granted] = {}
         self._devices: dict[str, Ref] = {}
@@ -94,7 +124,7 @@ class Pager(Actor):
     # ------------------------------------------------------------------------------------- life
 
     async def on_start(self) -> None:
-        """Reserve every address and read the dense region.
+        """Reserve every address and read the dense region, if it is placed here.
 
         Raises `JitllmError` when there is no address space for the model, `PageError` when its
         dense region cannot be read.
@@ -104,13 +134,16 @@ class Pager(Actor):
         self._owned.enter_context(self._weights)
         self._executor = ThreadPoolExecutor(_NUM_PAGE_INS, "jitllm-pager")
         self._owned.enter_context(self._executor)
-        self._frames.reserve(DENSE, self._weights.dense_bytes)
-        self._residency = Residency(self._weights.block_bytes, self._frames)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._weights.read_dense)
+        # A thread of its own: what pauses between pieces must not keep page-ins from starting.
+        self._fetcher = self._owned.enter_context(ThreadPoolExecutor(1, "jitllm-fetch"))
+        placed = () if self._is_empty else None
+        self._residency = Residency(self._weights.block_bytes, self._frames, placed)
+        if self._needs_dense:
+            await self._bring_dense()
 
     async def on_stop(self) -> None:
         """Wait for reads in flight, then give file and memory back."""
+        self._abandon_fetch()
         if self._reads:
             await asyncio.wait(tuple(self._reads.values()))
         await asyncio.to_thread(self._owned.close)
@@ -125,6 +158,12 @@ class Pager(Actor):
             case Release():
                 self._release(message.lease)
                 return None
+            case Place():
+                return self._place(message)
+            case Fetch():
+                return self._fetch(message)
+            case Lend():
+                return self._lend(message)
             case Locate():
                 return self._weights_located()
             case Reserve():
@@ -141,6 +180,8 @@ class Pager(Actor):
 
     def on_lost(self, message: PagerMessage, reply: object) -> None:
         """A device that was cancelled while it waited holds no lease."""
+        if isinstance(reply, Lent):
+            reply = reply.lease
         if isinstance(reply, Lease):
             self._release(reply)
 
@@ -148,6 +189,7 @@ class Pager(Actor):
         start, stop = message.start, message.stop
         if not 0 <= start < stop <= self._residency.num_blocks:
             raise JitllmError(f"no blocks [{start}, {stop}) in {self._residency.num_blocks}")
+        self._check_placed(start)
         self._begin_scan(start)
         if self._residency.is_resident(start):
             return self._grant(start, stop, message.device)
@@ -164,16 +206,24 @@ class Pager(Actor):
 
     def _grant(self, start: int, stop: int, device: str) -> Lease:
         """Lease what is resident of `[start, stop)`; its first block is."""
-        stop = self._residency.run_stop(start, stop)
-        self._residency.pin(start, stop)
-        self._residency.use(start, stop)
+        residency = self._residency
+        stop = residency.run_stop(start, stop)
+        residency.use(start, stop)
         # Where everything has room there is nothing to page, and nothing to ask before each step.
-        is_whole = stop - start == self._residency.num_blocks
-        is_standing = is_whole and device in self._devices and self._frames.fits(0)
+        has_all = residency.is_whole and self._frames.fits(0)
+        stands = has_all and residency.is_run(start, stop) and device in self._devices
+        lease = self._lease(start, stop, device, is_standing=stands, is_kept=stands)
+        self._look_ahead(residency.next_placed(stop))
+        return lease
+
+    def _lease(
+        self, start: int, stop: int, device: str, *, is_standing: bool = False, is_kept: bool
+    ) -> Lease:
+        """Pin resident blocks `[start, stop)` until they are released."""
+        self._residency.pin(start, stop, kept=is_kept)
         lease = Lease(self._num_leases, start, stop, is_standing)
         self._num_leases += 1
-        self._leases[lease.lease_id] = _Granted(lease, device, perf_counter())
-        self._look_ahead(stop % self._residency.num_blocks)
+        self._leases[lease.lease_id] = _Granted(lease, device, perf_counter(), is_kept)
         return lease
 
     def _release(self, lease: Lease) -> None:
@@ -181,10 +231,77 @@ class Pager(Actor):
         if granted is None:
             return
         lease = granted.lease
-        self._residency.unpin(lease.start, lease.stop)
-        if not lease.is_standing:
+        self._residency.unpin(lease.start, lease.stop, kept=granted.is_kept)
+        if not granted.is_kept:
             self._pace.computed(lease.stop - lease.start, perf_counter() - granted.since_s)
         self._settle()
+
+    def _check_block(self, block: int) -> None:
+        if not 0 <= block < self._residency.num_blocks:
+            raise JitllmError(f"no block {block} in {self._residency.num_blocks}")
+
+    def _check_placed(self, block: int) -> None:
+        self._check_block(block)
+        if not self._residency.is_placed(block):
+            raise JitllmError(f"block {block} is not placed in {self.context.me.name}")
+
+    def _place(self, message: Place) -> asyncio.Future[None] | None:
+        for block in message.blocks:
+            self._check_block(block)
+        self._evict(self._residency.place(message.blocks))
+        if self._fetching is not None and not self._residency.is_placed(self._fetching.block):
+            self._abandon_fetch()
+        self._settle()
+        # Nobody waits for these: who places may be who holds them.
+        if kept := [granted for granted in self._standing() if self._is_in_the_way(granted.lease)]:
+            self.context.begin(self._recall(kept), "recall")
+        return self._place_dense(is_needed=message.dense)
+
+    def _is_in_the_way(self, lease: Lease) -> bool:
+        """Whether what is placed wants a standing lease back."""
+        placed = map(self._residency.is_placed, range(lease.start, lease.stop))
+        return not (self._residency.has_room and all(placed))
+
+    def _place_dense(self, *, is_needed: bool) -> asyncio.Future[None] | None:
+        self._needs_dense = is_needed
+        if is_needed and not self._has_dense:
+            return self.context.later(self._bring_dense(), "dense region")
+        if self._has_dense and not is_needed:
+            self._drop_dense()
+        return None
+
+    async def _bring_dense(self) -> None:
+        """Charge and read the dense region, unless it is there or not needed any more."""
+        async with self._dense_turn:
+            if self._has_dense or not self._needs_dense:
+                return
+            self._frames.reserve(DENSE, self._weights.dense_bytes)
+            try:
+                await self._give_way()
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._executor, self._weights.read_dense)
+                self._has_dense = True
+            except Exception:
+                self._drop_dense()
+                raise
+            if not self._needs_dense:
+                self._drop_dense()
+
+    def _drop_dense(self) -> None:
+        self._has_dense = False
+        self._weights.release_dense()
+        self._frames.reserve(DENSE, 0)
+        self._settle()
+
+    def _lend(self, message: Lend) -> Lent | None:
+        block = message.block
+        self._check_block(block)
+        if not (self._residency.is_placed(block) and self._residency.is_resident(block)):
+            return None
+        lease = self._lease(block, block + 1, message.device, is_kept=True)
+        weights = self._weights
+        offset, num_bytes = weights.block_offsets[block], weights.block_bytes[block]
+        return Lent(lease, Frame(weights.blocks_handle, offset, num_bytes))
 
     def _weights_located(self) -> Located:
         weights = self._weights
@@ -218,23 +335,42 @@ class Pager(Actor):
     def _once_given_way(self, reply: Callable[[], R]) -> R | asyncio.Future[R]:
         """`reply()` once the budget is kept, as far as leases allow."""
         self._settle()
-        kept = [granted for granted in self._leases.values() if granted.lease.is_standing]
-        if self._frames.fits(0) or not (self._reads or kept):
+        must_recall = self._standing() and not self._residency.has_room
+        if not must_recall and (self._frames.fits(0) or not self._reads):
             return reply()
-        return self.context.later(self._give_way(kept, reply), "give way")
+        return self.context.later(self._reply_later(reply), "give way")
 
-    async def _give_way(self, kept: Sequence[_Granted], reply: Callable[[], R]) -> R:
-        for granted in kept:
-            try:
-                await self._devices[granted.device].tell(Recall())
-            except Stopped:
-                self._release(granted.lease)
+    async def _reply_later(self, reply: Callable[[], R]) -> R:
+        await self._give_way()
+        return reply()
+
+    async def _give_way(self) -> None:
+        """Keep to the budget, as far as leases allow.
+
+        No lease stands where not everything that is placed has room, even if all that is there
+        does: the next block would find none.
+        """
+        self._settle()
+        kept = [] if self._residency.has_room else self._standing()
+        await self._recall(kept)
         while any(granted.lease.lease_id in self._leases for granted in kept):
             await self._changed()
-        if self._reads:
+        if self._reads and not self._frames.fits(0):
             await asyncio.wait(tuple(self._reads.values()))
         self._settle()
-        return reply()
+
+    def _standing(self) -> list[_Granted]:
+        return [granted for granted in self._leases.values() if granted.lease.is_standing]
+
+    async def _recall(self, kept: Iterable[_Granted]) -> None:
+        """Tell who holds `kept` to release it; who has stopped did."""
+        for device in {granted.device for granted in kept}:
+            try:
+                await self._devices[device].tell(Recall())
+            except Stopped:
+                for granted in kept:
+                    if granted.device == device:
+                        self._release(granted.lease)
 
     def _reserved(self) -> Reserved:
         return Reserved(
@@ -251,6 +387,8 @@ class Pager(Actor):
     def _statistics(self) -> PagerStats:
         return PagerStats(
             blocks=self._residency.num_blocks,
+            placed=self._residency.num_placed,
+            placed_bytes=self._residency.placed_bytes,
             resident=self._residency.num_resident,
             frames=self._residency.num_frames,
             page_ins=self._num_page_ins,
@@ -271,9 +409,16 @@ class Pager(Actor):
     async def _pin(self, block: int) -> None:
         """Pin `block`, resident; raises `PageError` when it cannot be read."""
         while True:
+            self._check_placed(block)
             if self._residency.is_resident(block):
                 self._residency.pin(block)
                 return
+            if self._fetching is not None and self._fetching.block == block:
+                self._fetching.throttle.hurry()
+                self._fetching = None  # it is a read like any other now
+            elif (fetch := self._fetch_in_the_way(block)) is not None:
+                await asyncio.wait([fetch])
+                continue
             read = self._reads.get(block) or self._begin_read(block, self._residency.admit(block))
             if read is None:
                 await self._changed()
@@ -285,15 +430,19 @@ class Pager(Actor):
                 # we would be ahead of `_end_read`.
                 await asyncio.wait([read])
                 read.result()
+                self._check_placed(block)
                 return
-            except BaseException:
+            except BaseException as error:
                 self._residency.unpin(block)
                 self._settle()
-                raise
+                if not isinstance(error, Abandoned):
+                    raise
 
     def _look_ahead(self, block: int) -> None:
         """Begin to read `block` while its predecessor is computed, if a frame can be lent."""
-        if self._reads_ahead and self._residency.is_absent(block) and not self._waiting:
+        if not self._reads_ahead or self._waiting or not self._residency.is_absent(block):
+            return
+        if self._fetch_in_the_way(block) is None:
             self._begin_read(block, self._residency.lend(block))
 
     def _begin_read(
@@ -305,8 +454,14 @@ class Pager(Actor):
         self._evict(victims)
         loop = asyncio.get_running_loop()
         read = loop.run_in_executor(self._executor, self._page_in, block)
+        return self._watch(block, read, self._pace.read)
+
+    def _watch(
+        self, block: int, read: asyncio.Future[float], tell: Callable[[float], None] | None = None
+    ) -> asyncio.Future[float]:
+        """`tell` how long a page-in took, once it is done."""
         self._reads[block] = read
-        read.add_done_callback(partial(self._end_read, block))
+        read.add_done_callback(partial(self._end_read, block, tell))
         return read
 
     def _page_in(self, block: int) -> float:
@@ -315,15 +470,20 @@ class Pager(Actor):
         self._weights.read_block(block)
         return perf_counter() - began_s
 
-    def _end_read(self, block: int, read: asyncio.Future[float]) -> None:
+    def _end_read(
+        self, block: int, tell: Callable[[float], None] | None, read: asyncio.Future[float]
+    ) -> None:
         del self._reads[block]
+        if self._fetching is not None and self._fetching.block == block:
+            self._fetching = None
         if read.cancelled() or read.exception() is not None:
             self._residency.fail(block)
         else:
             self._residency.arrive(block)
             self._num_page_ins += 1
             self._read_s += read.result()
-            self._pace.read(read.result())
+            if tell is not None:
+                tell(read.result())
         self._settle()
 
     def _evict(self, victims: tuple[int, ...]) -> None:
@@ -333,7 +493,8 @@ class Pager(Actor):
 
     def _settle(self) -> None:
         """Something was let go or has come: keep to the budget, and let those who wait try."""
-        self._evict(self._residency.trim())
+        if self._frames.fits(0) or not self._abandon_fetch():  # which ends soon: then again
+            self._evict(self._residency.trim())
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -344,10 +505,97 @@ class Pager(Actor):
         self._waiting.append(turn)
         await turn
 
+    # ---------------------------------------------------------------------------------- fetches
+
+    def _fetch(self, message: Fetch) -> asyncio.Future[Fetched]:
+        self._check_placed(message.block)
+        if not 0 < message.share <= 1:
+            raise JitllmError(f"a share of {message.share} is not in (0, 1]")
+        if message.source is not None:
+            self._check_frame(message.block, message.source)
+        return self.context.later(self._take_turn(message), f"fetch {message.block}")
+
+    def _check_frame(self, block: int, frame: Frame) -> None:
+        num_bytes = self._residency.block_bytes[block]
+        stop = frame.offset + frame.num_bytes
+        if frame.num_bytes != num_bytes or not 0 <= frame.offset <= stop <= frame.handle.num_bytes:
+            raise JitllmError(f"no frame of block {block}, which takes {num_bytes} bytes: {frame}")
+
+    async def _take_turn(self, message: Fetch) -> Fetched:
+        """One fetch at a time: the shares that they may take of the time do not add up."""
+        async with self._fetch_turn:
+            began_s = perf_counter()
+            origin = await self._bring(message)
+            has_come = origin in ("frames", "container")
+            num_bytes = self._residency.block_bytes[message.block] if has_come else 0
+            return Fetched(num_bytes, perf_counter() - began_s, origin)
+
+    async def _bring(self, message: Fetch) -> Literal["here", "frames", "container", "none"]:
+        block = message.block
+        if (under_way := self._reads.get(block)) is not None:
+            await asyncio.wait([under_way])
+            under_way.result()
+        if not self._residency.is_placed(block):
+            return "none"  # not any more
+        if self._residency.is_resident(block):
+            return "here"
+        # Room that somebody waits for is not free.
+        if self._waiting or self._residency.fetch(block) is None:
+            return "none"
+        throttle = Throttle(message.share)
+        work = partial(self._bring_in, block, message.source, throttle)
+        read = asyncio.get_running_loop().run_in_executor(self._fetcher, work)
+        self._fetching = _Fetching(block, throttle)
+        self._watch(block, read)
+        await asyncio.wait([read])
+        try:
+            read.result()
+        except Abandoned as given_up:
+            if given_up.__cause__ is not None:
+                raise given_up.__cause__ from None
+            return "none"
+        return "container" if message.source is None else "frames"
+
+    def _bring_in(self, block: int, source: Frame | None, throttle: Throttle) -> float:
+        """Seconds of work that it took. Runs in the thread of fetches.
+
+        Whatever it fails with, who needs the block for a reply is told that it was `Abandoned`,
+        and reads it again.
+        """
+        pieces = throttle.pieces(self._residency.block_bytes[block])
+        try:
+            if source is None:
+                self._weights.read_block(block, pieces)
+            else:
+                with attach(source.handle) as address:
+                    self._weights.copy_block(block, address + source.offset, pieces)
+        except Abandoned:
+            raise
+        except Exception as error:
+            raise Abandoned from error
+        return throttle.busy_s
+
+    def _fetch_in_the_way(self, block: int) -> asyncio.Future[float] | None:
+        """The fetch that takes the room that `block` needs; it is given up, and ends soon."""
+        fetching = self._fetching
+        if fetching is None or self._frames.fits(self._residency.block_bytes[block]):
+            return None
+        self._abandon_fetch()
+        return self._reads[fetching.block]
+
+    def _abandon_fetch(self) -> bool:
+        """Whether there was a fetch to be given up."""
+        if self._fetching is None:
+            return False
+        self._fetching.throttle.abandon()
+        return True
+
+    # ------------------------------------------------------------------------------- read ahead
+
     def _begin_scan(self, start: int) -> None:
         """The scan may have come round: time to choose whether to read ahead."""
         if start <= self._last_start and self._choice == "auto":
-            decision = self._pace.decide(self._residency.num_blocks, self._residency.num_frames)
+            decision = self._pace.decide(self._residency.num_placed, self._residency.num_frames)
             if decision is not None:
                 self._reads_ahead = decision
         self._last_start = start

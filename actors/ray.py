@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import secrets
-import sys
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,21 +24,21 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import transport
-from actors.actor import Message, NamedRef, Recipe, Ref
-from actors.carry import Carrier, Frames, Kind, pack
+from actors.actor import Message, Recipe, Ref
+from actors.carry import Carrier, Frame, Frames, Kind, NamedRef, pack, peek
 from actors.cluster import Cluster
 from actors.local import LocalRef, Runtime
 from actors.mailbox import Stopped
+from actors.parts import Parts
 from actors.transport import Caller, Door, Listener, Session, Wire
 from jitllm.errors import JitllmError, UsageError
+from jitllm.jit.threads import let_steps_in
 from jitllm.log import logger
 
 R = TypeVar("R")
+P = TypeVar("P")
 
 NAMESPACE = "jitllm"
-SWITCH_INTERVAL_S = 0.0005
-"""How long a Python thread may keep the lock from a step that comes back from native code."""
-
 MAX_RESTARTS = 32
 """Deaths after which an actor stays dead: it will hardly have been chance."""
 
@@ -47,6 +49,9 @@ _MAX_CALLS = 10_000
 """Calls through Ray that an actor holds at once: everyone who waits for an answer holds one."""
 _MAX_UNANSWERED = 256
 """Messages through Ray that are not in their mailbox yet, before their sender waits."""
+
+_GOES_ON = (Kind.PART, Kind.PONG)
+"""Frames after which more may answer the same question."""
 
 _log = logger(__name__)
 
@@ -80,7 +85,8 @@ class RayRuntime:
     @property
     def notes(self) -> tuple[str, ...]:
         """What about the cluster makes replies slower than they could be."""
-        slow = next((where for where in self.places.values() if where.niceness > 0), None)
+        own = os.getpriority(os.PRIO_PROCESS, 0)  # what a server at nice 5 starts is not nicer
+        slow = next((where for where in self.places.values() if where.niceness > own), None)
         if slow is None:
             return ()
         return (
@@ -88,21 +94,33 @@ class RayRuntime:
             "replies down; start the cluster with RAY_worker_niceness=0",
         )
 
-    async def start(self, recipe: Recipe, name: str, *, restarts: bool = False) -> Ref:
-        """Have an actor made from `recipe` in a process of this node; its ref once it is ready.
+    @property
+    def here(self) -> str:
+        """See `AnyRuntime`."""
+        return next(name for name, id in self._cluster.nodes().items() if id == self._cluster.node)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """See `AnyRuntime`."""
+        return tuple(name for name, id in self._cluster.nodes().items() if id != self._cluster.node)
+
+    async def start(
+        self, recipe: Recipe, name: str, *, restarts: bool = False, node: str = ""
+    ) -> Ref:
+        """Have an actor made from `recipe` in a process of its own; its ref once it is ready.
 
         Raises what `recipe.make` or `on_start` raise, `UsageError` when the cluster has an actor of
         this name, `Stopped` when the process dies before it is ready.
         """
         birth = _Birth(name, self._prefix, self._neighbours.carrier.dump(recipe))
-        here = NodeAffinitySchedulingStrategy(self._cluster.node, soft=False)
+        there = NodeAffinitySchedulingStrategy(self._cluster.find(node), soft=False)
         options: dict[str, Any] = {
             "name": _full_name(self._prefix, name),
             "namespace": NAMESPACE,
             "num_cpus": 0,  # what we take is said by budgets and threads, not by Ray's counting
             "max_restarts": MAX_RESTARTS if restarts else 0,
             "max_concurrency": _MAX_CALLS,
-            "scheduling_strategy": here,
+            "scheduling_strategy": there,
         }
         try:
             handle = ray.remote(ActorProcess).options(**options).remote(birth)
@@ -127,19 +145,29 @@ class RayRuntime:
         return self._neighbours.ref(name)
 
     async def stop(self, name: str) -> None:
-        """Stop one actor and end its process."""
+        """Stop one actor and end its process, also when the cluster is gone."""
         handle = self._handles.pop(name, None)
         if handle is None:
             return
         try:
-            async with asyncio.timeout(transport.DEADLINE_S):
-                await handle.stop.remote()
+            if self._cluster.is_there():
+                async with asyncio.timeout(transport.DEADLINE_S):
+                    await handle.stop.remote()
         except (RayActorError, TimeoutError) as error:
             _log.warning("%s did not stop by itself: %s", name, type(error).__name__)
         finally:
-            ray.kill(handle)
+            self._kill(name, handle)
             self._neighbours.forget(name)
-        await _until_free(_full_name(self._prefix, name))
+        if self._cluster.is_there():
+            await _until_free(_full_name(self._prefix, name))
+
+    def _kill(self, name: str, handle: Any) -> None:
+        """End the process of an actor, at once."""
+        where = self.places.pop(name, None)
+        if self._cluster.is_there():
+            ray.kill(handle)
+        elif where is not None and where.node == self._cluster.node:
+            self._cluster.kill(where.pid)
 
     async def __aenter__(self) -> Self:
         return self
@@ -154,8 +182,8 @@ class RayRuntime:
             for name in reversed(tuple(self._handles)):
                 await self.stop(name)
         finally:  # after a second Ctrl-C: all at once, in no order
-            for handle in self._handles.values():
-                ray.kill(handle)
+            for name, handle in self._handles.items():
+                self._kill(name, handle)
             self._neighbours.close()
 
 
@@ -183,6 +211,12 @@ class RayRef(NamedRef):
     async def ask(self, message: Message[R]) -> R:
         """See `Ref.ask`; raises `Lost` when the process of the actor ends meanwhile."""
         return await self._neighbours.caller(self._name).ask(message)
+
+    async def follow(self, message: Message[Parts[P]]) -> AsyncGenerator[P, None]:
+        """See `Ref.follow`; raises `Lost` when the process of the actor ends meanwhile."""
+        async with aclosing(self._neighbours.caller(self._name).follow(message)) as parts:
+            async for part in parts:
+                yield part
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RayRef) and other._name == self._name
@@ -317,6 +351,13 @@ class ActorProcess:
             guest = self._guests[sender] = _RayGuest(self._ref, self._neighbours.carrier)
         return await guest.take(number, data)
 
+    async def more(self, sender: str, question: int) -> bytes:
+        """Further frames that answer a question of a sender on another node; see `_RayGuest`."""
+        guest = self._guests.get(sender)
+        if guest is None:
+            raise JitllmError(f"{self._birth.name} knows no such question")
+        return await guest.more(question)
+
     async def stop(self) -> None:
         """Stop the actor; its process has nothing left to do."""
         self._end.set()
@@ -324,7 +365,7 @@ class ActorProcess:
             await asyncio.wait([self._life])
 
     async def _live(self) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        let_steps_in()
         neighbours = self._neighbours
         try:
             async with Runtime() as runtime:
@@ -336,6 +377,7 @@ class ActorProcess:
                 with contextlib.closing(door):
                     niceness = os.getpriority(os.PRIO_PROCESS, 0)
                     where = Where(_own_node(), os.getpid(), door.address, niceness)
+                    gc.freeze()  # what the actor is made of stays as long as the process
                     self._ready.set_result(where)
                     await self._end.wait()
         except Exception as error:
@@ -382,17 +424,25 @@ class _RayWire:
             call.cancel()
 
     async def _call(self, number: int, data: bytes) -> None:
-        is_tell = data[4] == Kind.TELL
+        kind, question = peek(data)
+        is_tell = kind is Kind.TELL
         self._count(is_tell)
         try:
-            answers = await self._handle.deliver.remote(self._sender, number, data)
+            goes_on = self._hand_on(await self._handle.deliver.remote(self._sender, number, data))
+            while goes_on and kind is Kind.FOLLOW:
+                goes_on = self._hand_on(await self._handle.more.remote(self._sender, question))
         except Exception as error:
             self._listener.lose(f"a call failed ({type(error).__name__})")
-        else:
-            for frame in Frames().feed(answers):
-                self._listener.answer(frame)
         finally:
             self._count(-is_tell)
+
+    def _hand_on(self, answers: bytes) -> bool:
+        """Whether more than these frames may come back."""
+        kind = Kind.PONG
+        for frame in Frames().feed(answers):
+            self._listener.answer(frame)
+            kind = frame.kind
+        return kind in _GOES_ON
 
     def _count(self, change: int) -> None:
         self._num_unanswered += change
@@ -403,25 +453,28 @@ class _RayWire:
 
 
 class _RayGuest:
-    """A sender on another node: its frames in the order in which they were sent."""
+    """A sender on another node: its frames in the order in which they were sent.
+
+    A call of Ray's is answered once. So who follows keeps a call here that takes what has come,
+    and makes the next one then: a long poll. It bounds what travels, needs no stream of Ray's with
+    a life of its own, and tells by its absence that who followed is gone with its node.
+    """
 
     def __init__(self, ref: LocalRef, carrier: Carrier) -> None:
         self._session = Session(ref, carrier, self._answer, self._resume)
         self._num_taken = 0
         self._early: dict[int, asyncio.Future[None]] = {}
         self._has_room = asyncio.Event()
-        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._trays: dict[int, _Tray] = {}
 
     async def take(self, number: int, data: bytes) -> bytes:
-        """Handle frame `number`; the frame that answers it, or one that says it was taken."""
-        loop = asyncio.get_running_loop()
+        """Handle frame `number`; frames that answer it, or one that says it was taken."""
         if number != self._num_taken:
-            turn = self._early[number] = loop.create_future()
+            turn = self._early[number] = asyncio.get_running_loop().create_future()
             await turn
         (frame,) = Frames().feed(data)
-        answer: asyncio.Future[bytes] | None = None
-        if frame.kind is Kind.ASK:
-            answer = self._answers[frame.question] = loop.create_future()
+        if frame.kind in (Kind.ASK, Kind.FOLLOW):
+            self._trays[frame.question] = _Tray()
         self._has_room.clear()
         if not self._session.take(frame):
             await self._has_room.wait()
@@ -429,13 +482,67 @@ class _RayGuest:
         turn_of_next = self._early.pop(self._num_taken, None)
         if turn_of_next is not None:
             turn_of_next.set_result(None)
-        return pack(Kind.PONG) if answer is None else await answer
+        match frame.kind:
+            case Kind.ASK:
+                return await self._collect(frame.question)
+            case Kind.FOLLOW:
+                return await self.more(frame.question)
+            case _:
+                return pack(Kind.PONG)
+
+    async def more(self, question: int) -> bytes:
+        """What has come of a reply in parts, or, when nothing does, that it goes on."""
+        try:
+            async with asyncio.timeout(transport.PING_S):
+                data = await self._collect(question)
+        except TimeoutError:
+            data = pack(Kind.PONG)
+        tray = self._trays.get(question)
+        if tray is not None:
+            loop = asyncio.get_running_loop()
+            tray.absence = loop.call_later(transport.DEADLINE_S, self._give_up, question)
+        return data
+
+    async def _collect(self, question: int) -> bytes:
+        """The frames that came for a question, once there are some."""
+        tray = self._trays.get(question)
+        if tray is None:  # it was given up
+            return pack(Kind.NOTHING, question)
+        if tray.absence is not None:
+            tray.absence.cancel()
+        await tray.has_some.wait()
+        data = b"".join(tray.frames)
+        tray.frames.clear()
+        tray.has_some.clear()
+        if tray.is_last:
+            del self._trays[question]
+        return data
+
+    def _give_up(self, question: int) -> None:
+        """Nobody has come for a reply for so long that nobody will."""
+        del self._trays[question]
+        self._session.take(Frame(Kind.CANCEL, question, b""))
 
     def _answer(self, data: bytes) -> None:
         for frame in Frames().feed(data):
-            answer = self._answers.pop(frame.question, None)
-            if answer is not None and not answer.done():
-                answer.set_result(data)
+            tray = self._trays.get(frame.question)
+            if tray is not None:
+                tray.frames.append(pack(*frame))
+                tray.is_last = frame.kind not in _GOES_ON
+                tray.has_some.set()
 
     def _resume(self) -> None:
         self._has_room.set()
+
+
+@dataclass(slots=True)
+class _Tray:
+    """Frames that answer a question and were not collected yet.
+
+    absence: runs out when nobody comes for them.
+    """
+
+    frames: list[bytes] = field(default_factory=list)
+    has_some: asyncio.Event = field(default_factory=asyncio.Event)
+    is_last: bool = False
+    absence: asyncio.TimerHandle | None = None

@@ -6,78 +6,113 @@ links kernels for itself. Knows every part of a device; the embedded runtime and
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from threading import Event
 from time import perf_counter
 
 from actors.actor import Ref
+from actors.beside import beside
 from actors.device import Device
 from actors.messages import Locate
 from actors.pager import Pager
+from actors.relocate import PARCEL_BYTES
+from actors.route import Route, Site
 from actors.scheduler import Scheduler
 from jitllm.config import KvType, ReadAhead
 from jitllm.devices.host import HostProgram, Limits
 from jitllm.devices.memory import HostMemory, Memory, SharedMemory, Span, attach
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container, TensorEntry
+from jitllm.formats.jlm_head import expert_places
 from jitllm.jit.cache import ObjectCache
+from jitllm.jit.copy import Copier
 from jitllm.jit.cpu import Compiler
 from jitllm.jit.cpu import Progress as Compiling
 from jitllm.jit.team import Team
+from jitllm.jit.threads import default_threads
 from jitllm.jit.tiers import choose
 from jitllm.kernels.kv_write import page_bytes
 from jitllm.kernels.op import Op, Weight
 from jitllm.kernels.sample import Sample
-from jitllm.memory.pages import KvPages, set_bytes
+from jitllm.memory.columns import Columns
+from jitllm.memory.history import History
+from jitllm.memory.pages import KvPages
 from jitllm.models.graph import Graph
+from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.plan import Budget
 
 
 @dataclass(frozen=True, slots=True)
 class PagerRecipe:
-    """A pager of one container. is_shared: devices are in other processes than it."""
+    """A pager of one container.
+
+    is_shared: devices are in other processes than it. is_empty: it serves no block, and reads
+    nothing, until it is told to `Place` some.
+    """
 
     container: Container
     budget_bytes: int
     read_ahead: ReadAhead
     is_shared: bool
+    is_empty: bool = False
 
     async def make(self) -> Pager:
         """See `Recipe`."""
         memory: Memory = SharedMemory() if self.is_shared else HostMemory()
-        return Pager(self.container, memory, self.budget_bytes, self.read_ahead)
+        return Pager(
+            self.container, memory, self.budget_bytes, self.read_ahead, is_empty=self.is_empty
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRecipe:
-    """A scheduler of one model on one device."""
+    """A scheduler of one model. sites: its devices by name. host_bytes: what it may take on each
+    host. block_bytes, kv_bytes: as a `Mover` wants them. declines: what was asked for of the
+    placement in vain."""
 
-    device: Ref
+    sites: Mapping[str, Site]
+    placement: Placement
+    host_bytes: int
     budget: Budget
+    block_bytes: tuple[int, ...]
+    kv_bytes: tuple[int, ...]
     context_tokens: int
     vocab: int
     page_tokens: int
     max_queue: int
+    falls_back: bool
+    move_share: float
+    declines: tuple[Decline, ...] = ()
 
     async def make(self) -> Scheduler:
         """See `Recipe`."""
         return Scheduler(
-            self.device,
+            Route(self.sites, self.placement, self.host_bytes),
             self.budget,
             context_tokens=self.context_tokens,
             vocab=self.vocab,
+            block_bytes=self.block_bytes,
+            kv_bytes=self.kv_bytes,
             page_tokens=self.page_tokens,
             max_queue=self.max_queue,
+            falls_back=self.falls_back,
+            move_share=self.move_share,
+            declines=self.declines,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecipe:
-    """A CPU device with all blocks of a model.
+    """A CPU device, with programs for all blocks of a model.
 
-    tensors: where weights lie in the extents. cache: compiled kernels. progress: told about kernels
-    that are compiled; it does not travel to another process.
+    tensors: where weights lie in the extents. threads: 0 for as many as are ours there. cpus: which
+    CPUs they keep to; empty for any. is_shared: other devices are in other processes than it.
+    is_alone: no other device has blocks of the model. cache: compiled kernels. progress: told about
+    kernels that are compiled; it does not travel to another process.
     """
 
     pager: Ref
@@ -88,7 +123,10 @@ class DeviceRecipe:
     kv_type: KvType
     tier: str
     threads: int
+    cpus: frozenset[int]
     context_tokens: int
+    is_shared: bool
+    is_alone: bool
     cache: ObjectCache
     progress: Compiling | None = None
 
@@ -102,15 +140,19 @@ class DeviceRecipe:
                 owned.enter_context(attach(located.dense)),
                 owned.enter_context(attach(located.blocks)),
                 located.offsets,
+                expert_places(self.tensors),
             )
             memory = HostMemory()
             compiler = Compiler(choose(self.tier), self.cache)
-            team = owned.enter_context(Team(self.threads, compiler))
+            threads = self.threads or default_threads()
+            team = owned.enter_context(Team(threads, compiler, self.cpus))
             pages, span = self._kv_pages(memory)
             owned.enter_context(span)
             began_s = perf_counter()
-            program = HostProgram(
-                (*graph.embed, *graph.tables),
+            build = partial(
+                HostProgram,
+                graph.embed,
+                graph.tables,
                 list(enumerate(graph.blocks)),
                 (*graph.head, _sample(graph)),
                 limits=self.limits,
@@ -120,21 +162,40 @@ class DeviceRecipe:
                 kv_element=self.kv_type,
                 compiler=compiler,
                 team=team,
-                progress=self.progress,
+            )
+            # Compiling takes seconds, and other models may be at work in this process.
+            program = await beside(lambda cancelled: build(progress=self._report(cancelled)))
+            outbox = owned.enter_context(
+                _memory(self.is_shared).reserve(self._outbox_bytes(), huge_pages=False)
             )
             return Device(
                 program,
                 pages,
+                History(graph.kv, self.kv_type),
+                Copier(compiler),
                 self.pager,
-                graph.logits,
+                outbox,
+                hidden=graph.hidden,
+                logits=graph.logits,
                 tier=self.tier,
-                threads=self.threads,
+                threads=threads,
                 context_tokens=self.context_tokens,
                 compiled_kernels=compiler.compiled,
                 compile_s=perf_counter() - began_s,
                 owned=owned.pop_all(),
             )
         raise AssertionError("unreachable")
+
+    def _report(self, is_cancelled: Event) -> Compiling:
+        """What is told about kernels while they are compiled; it raises when nobody wants them."""
+
+        def report(done: int, total: int) -> None:
+            if is_cancelled.is_set():
+                raise asyncio.CancelledError
+            if self.progress:
+                self.progress(done, total)
+
+        return report
 
     def _kv_pages(self, memory: Memory) -> tuple[KvPages, Span]:
         sizes = [
@@ -144,14 +205,26 @@ class DeviceRecipe:
         rows = self.limits.rows
         capacity = rows * -(-self.context_tokens // self.page_tokens)
         try:
-            span = memory.reserve(capacity * set_bytes(sizes))
+            # A huge page would span columns of blocks that are not here.
+            num_bytes = capacity * Columns(sizes).stride_bytes
+            span = memory.reserve(num_bytes, huge_pages=self.is_alone)
         except JitllmError as error:
             raise JitllmError(
                 f"{error.problem} (KV of {rows} sequences of {self.context_tokens} tokens)",
                 "lower -ctx or raise the limit (ulimit -v)",
             ) from error
-        pages = KvPages(span.address, sizes, self.page_tokens, capacity, span.release)
+        pages = KvPages(span.address, sizes, self.page_tokens, capacity, span.release, columns=())
         return pages, span
+
+    def _outbox_bytes(self) -> int:
+        """Hidden states of a step, then a parcel of history."""
+        hidden = self.graph.hidden.stride_bytes * self.limits.tokens
+        position = History(self.graph.kv, self.kv_type).num_bytes(range(len(self.graph.kv)), 1)
+        return hidden + max(PARCEL_BYTES, position)
+
+
+def _memory(is_shared: bool) -> Memory:
+    return SharedMemory() if is_shared else HostMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +235,18 @@ class _Weights:
     dense: int
     blocks: int
     offsets: tuple[int, ...]
+    experts: Mapping[int, tuple[int, int]]
 
     def address(self, weight: Weight) -> int:
         """Where a weight lies; one of a block under a lease only."""
         tensor = self.tensors[weight.role, weight.block]
         if tensor.dense or tensor.block is None:
             return self.dense + tensor.offset
-        return self.blocks + self.offsets[tensor.block] + tensor.offset
+        block = self.blocks + self.offsets[tensor.block]
+        if weight.expert is not None:
+            first, stride = self.experts[tensor.block]
+            block += first + weight.expert * stride
+        return block + tensor.offset
 
 
 def _sample(graph: Graph) -> Op:

@@ -8,38 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
-from actors.actor import Actor, Ref
+from actors.actor import Actor
+from actors.arrange import Arranger
 from actors.checks import check
-from actors.mailbox import Lost, Stopped
+from actors.mailbox import Stopped
 from actors.messages import (
-    Cancel,
-    Close,
-    Collect,
-    Collected,
-    Cut,
+    Arrange,
+    Arranged,
+    Move,
     Open,
+    Rebudget,
     Refused,
     SchedulerMessage,
     SchedulerStats,
     SchedulerStatsRequest,
-    Step,
     StepDone,
     Submit,
-    Submitted,
 )
+from actors.parts import Parts
+from actors.relocate import Mover
+from actors.route import Route
 from jitllm.engine import Delta, Finish, Logits, Outputs, Priority, Request, Usage
 from jitllm.errors import JitllmError, QueueFull
 from jitllm.log import logger
 from jitllm.memory import prefix
 from jitllm.schedule import plan
 from jitllm.schedule.pace import Pace
+from jitllm.schedule.placement import Decline
 from jitllm.schedule.sequence import Sequence
-from jitllm.schedule.step import Span, SpanResult
+from jitllm.schedule.step import Span, SpanResult, following
 
 RETRY_STEPS = 32
 """After so many steps a request that there was no room for is tried again, whatever happened."""
@@ -52,23 +56,17 @@ _log = logger(__name__)
 
 @dataclass(slots=True)
 class _Reply:
-    """A request under way: what its client has not collected yet, and its clock."""
+    """A request under way, what its client gets of it, and its clock."""
 
     request: Request
     sequence: Sequence
+    deltas: Parts[Delta]
     submitted_s: float
     started_s: float | None = None
     first_s: float | None = None
     last_s: float | None = None
-    pending: list[Delta] = field(default_factory=list)
-    waiter: asyncio.Future[Collected] | None = None
     is_done: bool = False
     losses: int = 0
-
-    def take(self) -> Collected:
-        """All deltas that wait."""
-        deltas, self.pending = tuple(self.pending), []
-        return Collected(deltas)
 
     def usage(self, now_s: float) -> Usage:
         """What the reply cost so far."""
@@ -86,25 +84,35 @@ class _Reply:
 
 
 class Scheduler(Actor):
-    """Batches the sequences of one model on one route (a single device for now).
+    """Batches the sequences of one model on one route.
 
-    budget: rows, tokens and outputs that a step of the device holds. page_tokens: positions of a
-    page that prompts can share; 0 when they share nothing. max_queue: requests that may wait, -1
-    for any number.
+    budget: rows, tokens and outputs that a step of a device holds. block_bytes, kv_bytes: as a
+    `Mover` wants them. page_tokens: positions of a page that prompts can share; 0 when they share
+    nothing. max_queue: requests that may wait, -1 for any number. falls_back: requests survive the
+    death of a device. move_share: largest part of the time that a move may take from replies.
+    declines: what was asked for of the route's placement in vain.
     """
 
     def __init__(
         self,
-        device: Ref,
+        route: Route,
         budget: plan.Budget,
         *,
         context_tokens: int,
         vocab: int,
+        block_bytes: Seq[int] = (),
+        kv_bytes: Seq[int] = (),
         page_tokens: int = 0,
         max_queue: int = -1,
+        falls_back: bool = True,
+        move_share: float = 0.1,
+        declines: Iterable[Decline] = (),
     ) -> None:
-        self._device = device
+        self._route = route
+        self._mover = Mover(route, self, block_bytes, kv_bytes, move_share)
+        self._arranger = Arranger(route, self._mover, declines)
         self._budget = budget
+        self._falls_back = falls_back
         self._page_tokens = page_tokens
         self._max_queue = max_queue
         self._pace = Pace(budget.tokens)
@@ -120,9 +128,15 @@ class Scheduler(Actor):
         self._goes_on = False  # whether the device may begin the next step
         self._done_s = 0.0  # when the last step was done
         self._wake = asyncio.Event()
+        self._stepping = asyncio.Lock()
+        self._num_losses = 0
+        self._recovery_s = 0.0  # until devices could go on, the last time
+        self.num_sampled = 0
+        """Tokens that were sampled so far."""
 
     async def on_start(self) -> None:
-        """Begin stepping."""
+        """Every device learns what is its own; then begin stepping."""
+        await self._route.settle()
         self.context.begin(self._run(), "steps")
 
     async def on_stop(self) -> None:
@@ -136,26 +150,48 @@ class Scheduler(Actor):
         match message:
             case Submit():
                 return self._submit(message.request)
-            case Collect():
-                return self._collect(message.request_id)
-            case Cancel():
-                self._cancel(message.request_id)
-                return None
+            case Move():
+                move = self._mover.move(
+                    message.blocks, message.to, head=message.head, is_live=message.is_live
+                )
+                return self.context.later(move, f"move to {message.to}")
+            case Arrange():
+                return self.context.later(self._arrange(message), "arrange blocks")
+            case Rebudget():
+                return self.context.later(self._rebudget(message.num_bytes), "divide the budget")
             case SchedulerStatsRequest():
-                return SchedulerStats(len(self._running), len(self._waiting), self._num_steps)
+                return self._statistics()
             case _:
                 assert_never(message)
 
-    def on_lost(self, message: SchedulerMessage, reply: object) -> None:
-        """A client that does not hear of its request, or of what became known, has gone."""
-        if isinstance(reply, Submitted):
-            self._cancel(reply.request_id)
-        elif isinstance(message, Collect):
-            self._cancel(message.request_id)
+    def _statistics(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            steps=self._num_steps,
+            placement=self._route.placement,
+            declines=self._arranger.declines,
+            moves=self._mover.num_moves,
+            moved_blocks=self._mover.num_moved,
+            move_totals=self._mover.totals,
+            last_move=self._mover.last,
+            losses=self._num_losses,
+            recovery_s=self._recovery_s,
+            lost=self._route.lost,
+        )
+
+    async def _arrange(self, message: Arrange) -> Arranged:
+        return Arranged(await self._arranger.arrange(message.wanted, strict=message.strict))
+
+    async def _rebudget(self, num_bytes: int) -> None:
+        async with self.between_steps():
+            await self._route.set_budget(num_bytes)
+            self._refused_tokens = None
+        self._wake.set()
 
     # --- requests ----------------------------------------------------------------------------
 
-    def _submit(self, request: Request) -> Submitted:
+    def _submit(self, request: Request) -> Parts[Delta]:
         check(request, vocab=self._vocab, context_tokens=self._context_tokens)
         if not plan.has_room(self._waiting, self._running, self._budget, self._max_queue):
             raise QueueFull(self._max_queue)
@@ -172,10 +208,11 @@ class Scheduler(Actor):
             all_outputs=request.outputs is Outputs.ALL,
         )
         self._next_id += 1
-        self._replies[sequence.id] = _Reply(request, sequence, time.perf_counter())
+        deltas: Parts[Delta] = Parts(partial(self._cancel, sequence.id))
+        self._replies[sequence.id] = _Reply(request, sequence, deltas, time.perf_counter())
         self._waiting.append(sequence)
         self._interrupt()
-        return Submitted(sequence.id)
+        return deltas
 
     def _prefix(self, request: Request) -> tuple[bytes, ...]:
         """Of the pages that need not be computed for it; none where all positions give outputs."""
@@ -183,29 +220,16 @@ class Scheduler(Actor):
             return ()
         return prefix.reusable(request.prompt, self._page_tokens)
 
-    def _collect(self, request_id: int) -> Collected | asyncio.Future[Collected]:
-        reply = self._replies.get(request_id)
-        if reply is None:
-            return Collected(())
-        if not reply.pending and not reply.is_done:
-            reply.waiter = asyncio.get_running_loop().create_future()
-            return reply.waiter
-        if reply.is_done:
-            del self._replies[request_id]
-        return reply.take()
-
     def _push(self, reply: _Reply, delta: Delta) -> None:
-        """Queue a delta, or hand it to the client that waits for one."""
-        reply.pending.append(delta)
+        """Hand a delta to the client; one with a finish is the last."""
+        reply.deltas.put(delta)
         reply.is_done = delta.finish is not None
-        if reply.waiter is not None and not reply.waiter.done():
-            reply.waiter.set_result(reply.take())
-            if reply.is_done:
-                self._replies.pop(reply.sequence.id, None)
-        reply.waiter = None
+        if reply.is_done:
+            reply.deltas.end()
+            self._replies.pop(reply.sequence.id, None)
 
     def _cancel(self, request_id: int) -> None:
-        """Ask for the end of a request; it takes effect between two steps."""
+        """The client has gone: end its request between two steps."""
         if request_id in self._replies:
             self._cancelled.add(request_id)
             self._interrupt()
@@ -215,11 +239,20 @@ class Scheduler(Actor):
         self._wake.set()
         if self._goes_on:
             self._goes_on = False
-            self.context.begin(self._cut(), "cut")
+            self.context.begin(self._route.cut(), "cut")
 
-    async def _cut(self) -> None:
-        with suppress(Stopped):  # then it begins no step either
-            await self._device.tell(Cut())
+    # --- what a mover needs ------------------------------------------------------------------
+
+    def running(self) -> Seq[Sequence]:
+        """See `Replies`."""
+        return self._running
+
+    @asynccontextmanager
+    async def between_steps(self) -> AsyncIterator[float]:
+        """See `Replies`."""
+        self._interrupt()
+        async with self._stepping:
+            yield self._done_s if self._running else time.perf_counter()
 
     # --- stepping ----------------------------------------------------------------------------
 
@@ -229,19 +262,21 @@ class Scheduler(Actor):
                 await self._turn()
             except Exception as error:  # whatever it was, nobody may wait for ever
                 _log.exception("a step failed")
-                for reply in list(self._replies.values()):
-                    if not reply.is_done:
-                        await self._end(reply, Finish.ERROR, error)
+                async with self._stepping:  # no move hands anything over meanwhile
+                    for reply in list(self._replies.values()):
+                        if not reply.is_done:
+                            await self._end(reply, Finish.ERROR, error)
 
     async def _turn(self) -> None:
         """One step, or a wait for something to do."""
         self._wake.clear()
-        await self._drop_cancelled()
-        await self._admit()
-        spans = self._plan()
-        if spans:
-            await self._step(spans)
-        elif not self._cancelled:
+        async with self._stepping:
+            await self._drop_cancelled()
+            await self._admit()
+            spans = self._plan()
+            if spans:
+                await self._step(spans)
+        if not spans and not self._cancelled:
             await self._wake.wait()
 
     async def _drop_cancelled(self) -> None:
@@ -259,9 +294,9 @@ class Scheduler(Actor):
             self._waiting, self._running, self._budget, self._page_tokens, self._refused_tokens
         ):
             try:
-                opened = await self._device.ask(self._opening(sequence))
-            except Lost as error:
-                self._lose_device(error, sequence)
+                opened = await self._route.open(self.opening(sequence))
+            except Stopped as error:
+                await self._recover(error, sequence)
                 return
             except JitllmError as error:
                 self._waiting.remove(sequence)
@@ -272,7 +307,8 @@ class Scheduler(Actor):
             else:
                 self._begin(sequence, opened.num_cached)
 
-    def _opening(self, sequence: Sequence) -> Open:
+    def opening(self, sequence: Sequence) -> Open:
+        """See `Replies`."""
         request = self._replies[sequence.id].request
         return Open(
             sequence.id,
@@ -310,31 +346,48 @@ class Scheduler(Actor):
             for span, reply in zip(spans, replies, strict=True)
             if not reply.sequence.is_replying
         ]
-        self._num_steps += 1
-        is_ahead = self._goes_on and not prompts
-        began_s = self._done_s if is_ahead else time.perf_counter()
         self._goes_on = (
             self._pace.is_quick
             and not wants_logits
             and not self._cancelled
             and plan.goes_on(spans, self._running, self._waiting)
         )
-        step = Step(self._num_steps, spans, wants_logits, self._goes_on)
+        began_s = time.perf_counter()
+        num_replies, num_prompt = len(spans) - len(prompts), sum(prompts)
+        ended: list[tuple[_Reply, Delta]] = []
         try:
-            done: StepDone = await self._device.ask(step)
-        except Lost as error:
-            self._lose_device(error)
+            async for done in self._compute(spans, wants_logits):
+                now_s = self._done_s = time.perf_counter()
+                self._pace.observe(num_replies, num_prompt, now_s - began_s)
+                ended += self._apply(spans, done, now_s)
+                began_s, num_replies, num_prompt = now_s, len(spans), 0
+                spans = following(spans, done.results)
+        except Stopped as error:
+            await self._recover(error)
             return
         except Exception as error:
             for reply in replies:
                 await self._end(reply, Finish.ERROR, error)
             return
-        now_s = self._done_s = time.perf_counter()
-        self._pace.observe(len(spans) - len(prompts), sum(prompts), now_s - began_s)
-        for reply, last in self._apply(spans, done, now_s):
+        finally:
+            self._goes_on = False
+        for reply, last in ended:
             await self._close(reply)
             if not reply.is_done:  # the device may have died now, for the last time
                 self._push(reply, last)
+
+    async def _compute(
+        self, spans: tuple[Span, ...], wants_logits: tuple[int, ...]
+    ) -> AsyncIterator[StepDone]:
+        """A step, and those that go on from it while nobody comes or goes."""
+        if not self._goes_on:
+            self._num_steps += 1
+            yield await self._route.step(self._num_steps, spans, wants_logits)
+            return
+        async with aclosing(self._route.steps(self._num_steps + 1, spans)) as steps:
+            async for done in steps:
+                self._num_steps += 1
+                yield done
 
     def _apply(
         self, spans: Iterable[Span], done: StepDone, now_s: float
@@ -366,6 +419,7 @@ class Scheduler(Actor):
         if result.token in reply.request.stop_ids:
             return Finish.STOP
         sequence.tokens.append(result.token)
+        self.num_sampled += 1
         return Finish.LENGTH if sequence.num_tokens >= sequence.max_tokens else None
 
     def _delta(
@@ -373,6 +427,8 @@ class Scheduler(Actor):
     ) -> Delta:
         is_token = result.token is not None and finish is not Finish.STOP
         wants_top = reply.request.logprobs and reply.request.top_logprobs > 0
+        # With the first token too: a client may leave before the last one.
+        has_usage = finish is not None or (is_token and reply.sequence.num_generated == 1)
         return Delta(
             tokens=(result.token,) if is_token and result.token is not None else (),
             logprobs=(result.logprob,) if is_token and reply.request.logprobs else (),
@@ -381,7 +437,7 @@ class Scheduler(Actor):
             top_logprobs=(result.top_logprobs,) if is_token and wants_top else (),
             prompt_top_logprobs=result.prompt_top_logprobs,
             finish=finish,
-            usage=reply.usage(time.perf_counter()) if finish is not None else None,
+            usage=reply.usage(time.perf_counter()) if has_usage else None,
         )
 
     async def _end(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:
@@ -394,30 +450,42 @@ class Scheduler(Actor):
             self._running.remove(reply.sequence)
             self._refused_tokens = None
             try:
-                await self._device.ask(Close(reply.sequence.id))
-            except Lost as error:
-                self._lose_device(error)
+                await self._route.close(reply.sequence.id)
+            except Stopped as error:
+                await self._recover(error)
         elif reply.sequence in self._waiting:
             self._waiting.remove(reply.sequence)
 
-    def _lose_device(self, error: Lost, *others: Sequence) -> None:
-        """What the device had computed is gone; its successor computes it again, from the tokens.
+    async def _recover(self, error: Stopped, *others: Sequence) -> None:
+        """What a device had computed is gone; it is computed again, from the tokens.
 
         others: sequences that it was occupied with besides those that run. A sequence that was
         there too often when a device died may be why.
         """
-        _log.warning("%s; %d sequences begin again", error, len(self._running))
-        for sequence in (*self._running, *others):
-            self._replies[sequence.id].losses += 1
-        self._waiting[:0] = self._running
+        began_s = time.perf_counter()
+        lost = [*self._running, *others]
+        _log.warning("%s; %d sequences begin again", error, len(lost))
         self._running.clear()
         self._refused_tokens = None
         self._wake.set()
-        for sequence in list(self._waiting):
+        fatal: JitllmError | None = None if self._falls_back else error
+        try:
+            await self._route.recover()
+        except JitllmError as last:  # and so nothing can be computed any more
+            fatal = last
+            lost += [sequence for sequence in self._waiting if sequence not in lost]
+        for sequence in lost:
+            reply = self._replies[sequence.id]
+            reply.losses += 1
             sequence.restart()
-            if self._replies[sequence.id].losses > MAX_LOSSES:
+            self._mover.fell_back(sequence.id, 0)
+            if sequence in self._waiting:
                 self._waiting.remove(sequence)
-                self._finish(self._replies[sequence.id], Finish.ERROR, error)
+            if fatal is not None or reply.losses > MAX_LOSSES:
+                self._finish(reply, Finish.ERROR, fatal or error)
+        self._waiting[:0] = [s for s in lost if s.id in self._replies]
+        self._num_losses += 1
+        self._recovery_s = time.perf_counter() - began_s
 
     def _finish(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:
         usage = reply.usage(time.perf_counter())

@@ -7,7 +7,7 @@ container's header and its dense region, compiles what the cache lacks, and star
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,21 +17,31 @@ from typing import TYPE_CHECKING
 
 import actors
 from actors.actor import AnyRuntime
+from actors.beside import beside
 from actors.client import Client
 from actors.local import Runtime
 from actors.messages import DeviceStatsRequest
 from actors.recipes import DeviceRecipe, PagerRecipe, SchedulerRecipe
+from actors.route import Site
 from jitllm.config import EngineConfig, Probe, ResolvedConfig, resolve
+from jitllm.devices.choose import AvailableDevice, choose_devices
+from jitllm.devices.cpus import CpuShare, cpu_shares, numa_nodes
+from jitllm.devices.grammar import parse_devices
 from jitllm.devices.host import Limits
 from jitllm.engine import Engine
-from jitllm.errors import JitllmError, UsageError
+from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container, Header
 from jitllm.jit.cache import ObjectCache, default_directory
-from jitllm.jit.threads import default_threads
+from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.jit.tiers import available, choose
 from jitllm.memory.budget import probe as probe_memory
+from jitllm.memory.history import History
+from jitllm.memory.host import host_devices
 from jitllm.models.graph import Graph
 from jitllm.models.registry import graph_of
+from jitllm.schedule.place import BlockCost, Room, place
+from jitllm.schedule.placement import Decline, Placement
+from jitllm.schedule.placement_map import parse_map
 from jitllm.schedule.plan import Budget
 
 if TYPE_CHECKING:
@@ -59,6 +69,7 @@ class Loaded:
     makes replies slower than they could be.
     """
 
+    path: Path
     engine: Engine
     header: Header
     graph: Graph
@@ -71,7 +82,7 @@ class Loaded:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The container's tokenizer, made when it is first asked for."""
-        return tokenizer_of(self.header)
+        return tokenizer_of(self.header, self.path)
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
@@ -83,11 +94,11 @@ class Loaded:
         await self.engine.close()
 
 
-def tokenizer_of(header: Header) -> Tokenizer:
-    """The tokenizer in a container's header."""
+def tokenizer_of(header: Header, path: Path) -> Tokenizer:
+    """The tokenizer in the header of the container at `path`."""
     from jitllm.text.tokenizer import Tokenizer, VocabularyData
 
-    return Tokenizer(VocabularyData.from_plain(header.vocabulary))
+    return Tokenizer(VocabularyData.from_plain(header.vocabulary, path))
 
 
 def chat_of(header: Header, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -158,11 +169,9 @@ async def open_engine(
     _check_actors()
     began_s = perf_counter()
     config = resolve_config(config)
-    if config.devices not in ("auto", "cpu"):
-        raise UsageError(f"no such device here: {config.devices}", "choose cpu or auto")
     async with AsyncExitStack() as stack:
-        container = stack.enter_context(contextlib.closing(Container.open(path)))
-        graph = graph_of(container)
+        container, graph = await beside(lambda _: _open(path, stack))
+        header = container.header
         context_tokens = _context_tokens(config, graph)
         config = replace(config, page_size_tokens=_page_tokens(config, context_tokens))
         limits = _limits(config, graph)
@@ -171,48 +180,78 @@ async def open_engine(
             runtime = await stack.enter_async_context(Runtime(strict=strict))
         else:
             runtime = await stack.enter_async_context(_on_ray(ray, name or path.stem))
-        pager = await runtime.start(
-            PagerRecipe(container, config.maxmem_bytes, config.read_ahead, ray is not None), "pager"
-        )
-        recipe = DeviceRecipe(
-            pager=pager,
-            graph=graph,
-            tensors=container.header.tensors,
-            limits=limits,
-            page_tokens=config.page_size_tokens,
-            kv_type=config.kv_type,
-            tier=config.tier,
-            threads=config.threads,
-            context_tokens=context_tokens,
-            cache=cache or ObjectCache(default_directory()),
-            progress=partial(progress, "compiling kernels") if progress and not ray else None,
-        )
-        device = await runtime.start(recipe, "device cpu", restarts=True)
-        budget = Budget(rows=limits.rows, tokens=limits.tokens, outputs=limits.outputs)
+        chosen, shares = _devices(config, runtime)
+        sites: dict[str, Site] = {}
+        for device, share in zip(chosen, shares, strict=True):
+            pager = await runtime.start(
+                PagerRecipe(
+                    container,
+                    config.maxmem_bytes // len(chosen),
+                    config.read_ahead,
+                    ray is not None,
+                ),
+                f"pager {device.name}",
+                node=device.node,
+            )
+            device_recipe = DeviceRecipe(
+                pager=pager,
+                graph=graph,
+                tensors=header.tensors,
+                limits=limits,
+                page_tokens=dict(config.page_sizes).get(device.name, config.page_size_tokens),
+                kv_type=config.kv_type,
+                tier=config.tier,
+                threads=share.num_threads,
+                cpus=share.cpus or frozenset(),
+                context_tokens=context_tokens,
+                is_shared=ray is not None,
+                is_alone=len(chosen) == 1,
+                cache=cache or ObjectCache(default_directory()),
+                progress=partial(progress, "compiling kernels") if progress and not ray else None,
+            )
+            made = await runtime.start(
+                device_recipe, f"device {device.name}", restarts=True, node=device.node
+            )
+            sites[device.name] = Site(made, pager, device.node)
+        placement, declines = _place(config, graph, header, chosen)
+        history = History(graph.kv, config.kv_type)
         scheduler = await runtime.start(
             SchedulerRecipe(
-                device,
-                budget,
-                context_tokens,
-                graph.vocab,
-                config.page_size_tokens if config.share_prefixes else 0,
-                config.max_queue,
+                sites=sites,
+                placement=placement,
+                host_bytes=config.maxmem_bytes,
+                budget=Budget(rows=limits.rows, tokens=limits.tokens, outputs=limits.outputs),
+                block_bytes=(*header.frame_bytes, header.dense.length),
+                kv_bytes=tuple(history.num_bytes((block,), 1) for block in range(graph.num_blocks)),
+                context_tokens=context_tokens,
+                vocab=graph.vocab,
+                page_tokens=config.page_size_tokens if config.share_prefixes else 0,
+                max_queue=config.max_queue,
+                falls_back=config.fallback,
+                move_share=config.move_share,
+                declines=declines,
             ),
             "scheduler",
         )
-        made = await device.ask(DeviceStatsRequest())
-        engine = Client(scheduler, device, pager, stack.pop_all().aclose)
+        stats = [await site.device.ask(DeviceStatsRequest()) for site in sites.values()]
+        engine = Client(scheduler, sites, stack.pop_all().aclose)
         return Loaded(
+            path=path,
             engine=engine,
             header=container.header,
             graph=graph,
             config=config,
-            compiled_kernels=made.compiled_kernels,
+            compiled_kernels=sum(one.compiled_kernels for one in stats),
             open_s=perf_counter() - began_s,
-            compile_s=made.compile_s,
-            notes=runtime.notes,
+            compile_s=sum(one.compile_s for one in stats),
+            notes=(*runtime.notes, *map(str, declines)),
         )
     raise AssertionError("unreachable")
+
+
+def _open(path: Path, owned: AsyncExitStack) -> tuple[Container, Graph]:
+    container = owned.enter_context(contextlib.closing(Container.open(path)))
+    return container, graph_of(container)
 
 
 @asynccontextmanager
@@ -244,6 +283,46 @@ def _check_actors() -> None:
             f"the package `actors` was imported from {found}, not {ours}",
             "rename that folder, or start from another directory",
         )
+
+
+def _devices(
+    config: ResolvedConfig, runtime: AnyRuntime
+) -> tuple[tuple[AvailableDevice, ...], tuple[CpuShare, ...]]:
+    """The devices that were asked for, and the threads of each.
+
+    Those of other nodes have all the threads that there are. Raises `UsageError` or
+    `PlacementError` for a device that there is not.
+    """
+    available = [*host_devices(config.threads)]
+    available += [AvailableDevice("cpu", 0, "another host", node=node) for node in runtime.nodes]
+    chosen, _ = choose_devices(parse_devices(config.devices), available, runtime.here)
+    devices = tuple(one.device for one in chosen)
+    own = [device.ordinal for device in devices if not device.node]
+    shares = iter(cpu_shares(own, config.threads, numa_nodes(cpu_mask())))
+    return devices, tuple(CpuShare(0) if device.node else next(shares) for device in devices)
+
+
+def _place(
+    config: ResolvedConfig, graph: Graph, header: Header, devices: Sequence[AvailableDevice]
+) -> tuple[Placement, tuple[Decline, ...]]:
+    """Where everything begins, and what was asked for in vain."""
+    context = _context_tokens(config, graph)
+    history = History(graph.kv, config.kv_type)
+    costs = [
+        BlockCost(num_bytes, history.num_bytes((block,), context))
+        for block, num_bytes in enumerate(header.frame_bytes)
+    ]
+    rooms = [
+        Room(d.name, config.maxmem_bytes, header.dense.length, d.speed or 1.0, has_head=True)
+        for d in devices
+    ]
+    placement, declines = place(costs, header.dense.length, rooms, gpu_layers=config.gpu_layers)
+    if config.placement is None:
+        return placement, declines
+    names = [device.name for device in devices]
+    return parse_map(config.placement).resolve(
+        graph.num_blocks, names, placement, strict=config.placement_strict
+    )
 
 
 def _context_tokens(config: ResolvedConfig, graph: Graph) -> int:

@@ -15,6 +15,10 @@ ReadAhead = Literal["auto", "on", "off"]
 
 DEFAULT_PAGE_SIZE_TOKENS = 64
 
+MAX_THREADS = 1024
+MAX_ROWS = 1 << 16
+"""More than any machine has use for: refused at once, not when memory or the system runs out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -34,6 +38,19 @@ class EngineConfig:
     read_ahead: ReadAhead = "auto"
     """Lend one frame to the next block, so that its read overlaps compute; "auto" measures."""
     devices: str = "auto"
+    """Where a model may be computed: a list as `jitllm.devices.grammar` reads it."""
+    placement: str | None = None
+    """Which blocks go where; None: the engine chooses."""
+    placement_strict: bool = False
+    """An entry of the placement that cannot be met is an error, not a note."""
+    gpu_layers: int = -1
+    """Most blocks that go to GPUs; -1: all that fit."""
+    fallback: bool = True
+    """Requests survive the death of a device: what it had computed is computed again."""
+    move_share: float = 0.1
+    """Largest part of the time that a move may take from running replies."""
+    page_sizes: tuple[tuple[str, int], ...] = ()
+    """Positions in a KV page by device, where it is not `page_size_tokens`."""
     prompt_chunk_tokens: int = 512
     """Most tokens of one sequence that a step computes."""
     max_queue: int = 64
@@ -46,17 +63,25 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least("-maxmem", self.maxmem_bytes, 0)
         _at_least("-threads", self.threads, 1)
+        _at_most("-threads", self.threads, MAX_THREADS)
         _at_least("-ctx", self.ctx_tokens, 1)
         _at_least("-page-size", self.page_size_tokens, 1)
         _at_least("-prompt-chunk", self.prompt_chunk_tokens, 1)
         _at_least("-max-queue", self.max_queue, -1)
         _at_least("-max-batch", self.max_batch, 1)
+        _at_most("-max-batch", self.max_batch, MAX_ROWS)
+        _at_least("-gpu-layers", self.gpu_layers, -1)
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
-        if self.page_size_tokens is not None and self.page_size_tokens.bit_count() != 1:
+        _power_of_two("-page-size", self.page_size_tokens)
+        for name, page_tokens in self.page_sizes:
+            _power_of_two(f"the page size of {name}", page_tokens)
+        if not 0 < self.move_share < 1:
             raise UsageError(
-                f"-page-size {self.page_size_tokens} is not a power of two", "64, 128 or 256 are"
+                f"a move cannot take {self.move_share} of the time", "choose from 0.01 to 0.99"
             )
+        if self.placement_strict and self.placement is None:
+            raise UsageError("-placement-strict is about a -placement", "give one, or leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +124,16 @@ def resolve(config: EngineConfig, probe: Probe) -> ResolvedConfig:
 def _at_least(flag: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise UsageError(f"{flag} {value} is too small", f"the least is {least}")
+
+
+def _at_most(flag: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        raise UsageError(f"{flag} {value} is too large", f"the most is {most}")
+
+
+def _power_of_two(flag: str, tokens: int | None) -> None:
+    if tokens is not None and tokens.bit_count() != 1:
+        raise UsageError(f"{flag} {tokens} is not a power of two", "64, 128 or 256 are")
 
 
 def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:

@@ -7,10 +7,12 @@ Knows requests and replies. Knows no actor, no device and no text: tokens in, to
 from __future__ import annotations
 
 import mmap
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Protocol
+
+from jitllm.schedule.placement import Decline, Placement
 
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that can be named at a position."""
@@ -136,9 +138,10 @@ class Delta:
     tokens, logprobs: generated ids and, if asked for, the natural logarithm of their
     probability before penalties, temperature and cuts. logits: rows for the output positions of
     this delta, if asked for. prompt_logprobs: for `Outputs.ALL`, one per prompt position of
-    this delta except the first of the prompt. finish and usage come with the last delta; error
-    with Finish.ERROR. top_logprobs, prompt_top_logprobs: for each entry of logprobs and
-    prompt_logprobs the likeliest (token id, logprob) pairs, most likely first, if asked for.
+    this delta except the first of the prompt. usage comes with the first token and with the last
+    delta, that far each time; finish comes with the last delta, error with Finish.ERROR.
+    top_logprobs, prompt_top_logprobs: for each entry of logprobs and prompt_logprobs the likeliest
+    (token id, logprob) pairs, most likely first, if asked for.
     """
 
     tokens: tuple[int, ...] = ()
@@ -171,6 +174,83 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """What moving some blocks came to.
+
+    pause_s: from the end of the last step on the way before to when the next one could begin.
+    prepare_s: all the time before that. bytes_before, bytes_paused: keys and values that travelled
+    while replies went on, and in the pause. weight_bytes: weights that were copied or read, by
+    `weights_from` (blocks by where their weights came from). pages: pages of the destination that
+    history went into. tokens_meanwhile: sampled since the move was asked for.
+    """
+
+    blocks: str
+    to: str
+    placement: str
+    epoch: int
+    pause_s: float
+    prepare_s: float
+    bytes_before: int
+    bytes_paused: int
+    weight_bytes: int
+    weights_from: dict[str, int]
+    pages: int
+    rounds: int
+    tokens_meanwhile: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTotals:
+    """What all moves came to together; see `Moved`."""
+
+    pause_s: float = 0.0
+    prepare_s: float = 0.0
+    bytes_before: int = 0
+    bytes_paused: int = 0
+    weight_bytes: int = 0
+    pages: int = 0
+    tokens_meanwhile: int = 0
+
+    def plus(self, moved: Moved) -> MoveTotals:
+        """With one move more."""
+        sums = {
+            field.name: getattr(self, field.name) + getattr(moved, field.name)
+            for field in fields(self)
+        }
+        return MoveTotals(**sums)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What a model has on one device.
+
+    node: of the cluster, empty for this host. blocks: how many of them the device computes, and the
+    head if `has_head`. placed, placed_bytes: blocks whose weights are served there, those that are
+    on their way to it too. resident, frames: of those, how many are in memory and how many can be.
+    page_tokens: positions in a page of keys and values. kv_pages: pages that sequences hold, and
+    kv_bytes: what they take. fixed_bytes: what is never paged.
+    """
+
+    name: str
+    node: str
+    threads: int
+    tier: str
+    blocks: int
+    has_head: bool
+    placed: int
+    placed_bytes: int
+    resident: int
+    frames: int
+    page_tokens: int
+    kv_pages: int
+    kv_bytes: int
+    kv_idle_bytes: int
+    scratch_bytes: int
+    budget_bytes: int
+    fixed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of a served model."""
 
@@ -186,6 +266,22 @@ class EngineStats:
     context_tokens: int
     kv_idle_bytes: int = 0
     """Keys and values of prefixes that are kept in case a prompt begins with them."""
+    placement: Placement = field(default_factory=lambda: Placement.all_on("cpu:0", 0))
+    devices: tuple[DeviceUse, ...] = ()
+    """Those that live, in the order of -devices."""
+    declines: tuple[Decline, ...] = ()
+    """What was asked for of the placement and is not so."""
+    moves: int = 0
+    moved_blocks: int = 0
+    """In all moves; the head counts as one."""
+    move_totals: MoveTotals = field(default_factory=MoveTotals)
+    last_move: Moved | None = None
+    losses: int = 0
+    """Deaths of devices."""
+    recovery_s: float = 0.0
+    """After the last of them, until devices were ready again."""
+    lost: tuple[str, ...] = ()
+    """Devices that did not come back; others compute their blocks."""
 
 
 class Engine(Protocol):
@@ -200,6 +296,24 @@ class Engine(Protocol):
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         """Change the host budget between two tokens; returns what was reached."""
+
+    async def move(
+        self, blocks: Iterable[int], to: str, *, head: bool = False, is_live: bool = True
+    ) -> Moved:
+        """Move blocks, and the head if asked, to a device; answered when it owns them.
+
+        Replies go on meanwhile, unless `is_live` is off. Raises PlacementError, and nothing has
+        changed.
+        """
+
+    async def place(self, placement: str, *, strict: bool = False) -> tuple[Moved, ...]:
+        """Go from the present placement to what a map (`0-8=cpu:0,*=cpu:1!`) says, with as few
+        moves as that takes; what it does not name stays where it is.
+
+        Pins hold nothing back here. Without `strict`, what cannot be is left as it is and reported
+        in `EngineStats.declines`; with it, PlacementError is raised and nothing has changed. Raises
+        UsageError for what is no map, PlacementError for a device that there is not.
+        """
 
     async def stats(self) -> EngineStats:
         """A snapshot."""

@@ -79,8 +79,10 @@ class ContextOverflow(JitllmError):
     """A prompt does not fit into the context."""
 
     def __init__(self, num_tokens: int, ctx_tokens: int) -> None:
+        from jitllm.units import counted  # it lies above this module
+
         super().__init__(
-            f"the prompt has {num_tokens} tokens and the context holds {ctx_tokens}",
+            f"the prompt has {counted(num_tokens, 'token')} and the context holds {ctx_tokens}",
             "shorten the prompt or raise -ctx",
         )
         self.num_tokens = num_tokens
@@ -91,7 +93,12 @@ class QueueFull(JitllmError):
     """As many requests wait as may wait; nothing was taken in."""
 
     def __init__(self, max_queue: int, retry_after_s: float = 1.0) -> None:
-        super().__init__(f"{max_queue} requests wait already", f"try again in {retry_after_s:g} s")
+        from jitllm.units import counted  # it lies above this module
+
+        super().__init__(
+            f"the queue is full ({counted(max_queue, 'request')})",
+            f"try again in {retry_after_s:g} s",
+        )
         self.max_queue = max_queue
         self.retry_after_s = retry_after_s
 
@@ -118,6 +125,10 @@ class OverBudget(JitllmError):
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+
+
+class PlacementError(JitllmError):
+    """Blocks cannot go where they should: a pin, or a block or device that there is not."""
 
 
 class DiskFull(JitllmError):

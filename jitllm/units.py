@@ -64,6 +64,13 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def counted(num: int, noun: str) -> str:
+    """How many of a `noun`: "1 token", "2 tokens", "0 entries"."""
+    if num == 1:
+        return f"{num} {noun}"
+    return f"{num} {noun[:-1]}ies" if noun.endswith("y") else f"{num} {noun}s"
+
+
 def _num_decimals(number: float) -> int:
     """Decimals that make three digits of a number below 1000."""
     return 2 if number < 9.995 else 1 if number < 99.95 else 0

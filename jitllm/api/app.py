@@ -8,7 +8,7 @@ from __future__ import annotations
 from fastapi import APIRouter, FastAPI, Request
 
 from jitllm import __version__
-from jitllm.api import chat, completions, control, errors, health
+from jitllm.api import chat, completions, control, errors, health, placement
 from jitllm.api.edge import Edge
 from jitllm.api.models import Models, Served
 from jitllm.api.openapi import REPLIES
@@ -32,7 +32,9 @@ def create_app(models: Models, limits: Limits | None = None) -> FastAPI:
     app.state.pulse = health.Pulse(limits.stats_timeout_s, limits.stuck_after_s)
     errors.install(app, FIELD_NAMES)
     app.add_middleware(Edge, limits=limits)
-    for part in (router, chat.router, completions.router, control.router, health.router):
+    # What is below a model comes before the model: its name may have slashes.
+    below = (placement.router, control.router)
+    for part in (router, chat.router, completions.router, *below, health.router):
         app.include_router(part)
     return app
 

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jitllm.api.sessions import Progress, Session
@@ -84,6 +84,7 @@ class Choice:
         self.num_tokens = 0
         """Generated tokens, with those that a stop string was cut out of."""
         self.is_cancelled = False
+        self._is_whole = False  # whether it ended by itself
         self._served = served
         self._decoder = served.tokenizer.stream()
         self._stops = StopStrings(stops)
@@ -133,16 +134,13 @@ class Choice:
                 await close()
 
     def costs(self) -> Usage:
-        """What the engine measured, or else what was seen here."""
-        if self.usage is not None:
+        """What the engine measured, and of a reply that was cut the rest as it was seen here."""
+        if self._is_whole and self.usage is not None:
             return self.usage
-        return Usage(
-            prompt_tokens=len(self.request.prompt),
-            generated_tokens=self.num_tokens,
-            prefill_s=self._first_s - self._began_s,
-            decode_s=self._last_s - self._first_s,
-            ttft_s=self._first_s - self._began_s,
-        )
+        first_s = self._first_s - self._began_s
+        begun = self.usage or Usage(len(self.request.prompt), prefill_s=first_s, ttft_s=first_s)
+        decode_s = self._last_s - self._first_s
+        return replace(begun, generated_tokens=self.num_tokens, decode_s=decode_s)
 
     def _take(self, delta: Delta) -> Iterable[Piece]:
         """What `delta` adds."""
@@ -150,7 +148,7 @@ class Choice:
         if not self.progress.is_started:
             self.progress.is_started = True
             self._first_s = self._last_s
-        self.usage = delta.usage or self.usage
+        self.usage, self._is_whole = delta.usage or self.usage, delta.finish is not None
         if delta.error is not None:
             raise delta.error
         if self._echo is not None and (piece := self._take_prompt(delta)):

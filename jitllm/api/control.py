@@ -1,4 +1,4 @@
-"""The control plane, REST under /jitllm/v1: models, their memory, requests under way, devices.
+"""The control plane, REST under /jitllm/v1: models, requests under way, devices.
 
 Knows the `Models` of a server and its sessions.
 """
@@ -19,12 +19,12 @@ from jitllm.api.errors import ApiError, bad_request
 from jitllm.api.health import snapshot
 from jitllm.api.models import Load, Served
 from jitllm.api.openapi import REPLIES
-from jitllm.api.schema import LoadRequest, PlaceRequest
+from jitllm.api.placement import size_of
+from jitllm.api.schema import LoadRequest
 from jitllm.api.service import Service, service_of
 from jitllm.api.sessions import Session
-from jitllm.engine import EngineStats, Pages
-from jitllm.errors import UsageError
-from jitllm.units import parse_size
+from jitllm.engine import EngineStats
+from jitllm.units import counted
 
 router = APIRouter(prefix="/jitllm/v1", tags=["control"], responses=REPLIES)
 
@@ -49,7 +49,7 @@ async def load_model(body: LoadRequest, request: Request) -> Plain:
     load = Load(
         path=Path(body.path),
         id=body.id,
-        maxmem_bytes=_size(body.maxmem),
+        maxmem_bytes=None if body.maxmem is None else size_of(body.maxmem),
         ctx_tokens=body.ctx,
         kv_type=body.kv_type,
     )
@@ -58,23 +58,6 @@ async def load_model(body: LoadRequest, request: Request) -> Plain:
     except OSError as error:
         raise bad_request(f"path: {error.strerror or error}", "path") from error
     return _model(service, served)
-
-
-@router.get("/models/{model_id:path}/placement")
-async def get_placement(model_id: str, request: Request) -> Plain:
-    """Where the blocks of a model are and what memory it may take."""
-    served = service_of(request).served(model_id)
-    return _placement(served, (await served.engine.stats()).pages)
-
-
-@router.post("/models/{model_id:path}/placement")
-async def place_model(model_id: str, body: PlaceRequest, request: Request) -> Plain:
-    """Change the memory budget of a model while it works."""
-    service = service_of(request)
-    served = service.served(model_id)
-    budget_bytes = _size(body.maxmem)
-    assert budget_bytes is not None
-    return _placement(served, await service.models.place(served.id, budget_bytes))
 
 
 @router.get("/models/{model_id:path}")
@@ -93,14 +76,18 @@ async def unload_model(model_id: str, request: Request, force: bool = False) -> 
     One with requests under way is refused with 409; `force` ends them first.
     """
     service = service_of(request)
+    service.refuse_leaving(model_id)
     served = service.served(model_id)
-    if force:
-        await _end_all(service, served)
-    if in_use := service.sessions.list(served.id):
-        raise ApiError(
-            409, f"{served.id} is in use by {len(in_use)} requests; wait or use force", "model"
-        )
-    await service.models.unload(served.id)
+    with service.leaving(served):
+        if force:
+            await _end_all(service, served)
+        if in_use := service.sessions.list(served.id):
+            raise ApiError(
+                409,
+                f"{served.id} is in use by {counted(len(in_use), 'request')}; wait or use force",
+                "model",
+            )
+        await service.models.unload(served.id)
     return {"id": served.id, "unloaded": True}
 
 
@@ -164,15 +151,6 @@ def _session(service: Service, name: str) -> Session:
     return session
 
 
-def _size(maxmem: str | int | None) -> int | None:
-    if not isinstance(maxmem, str):
-        return maxmem
-    try:
-        return parse_size(maxmem, "maxmem")
-    except UsageError as error:
-        raise bad_request(str(error), "maxmem") from error
-
-
 def _model(service: Service, served: Served) -> Plain:
     header = served.header
     return {
@@ -181,7 +159,7 @@ def _model(service: Service, served: Served) -> Plain:
         "path": str(served.path),
         "arch": header.arch,
         "blocks": len(header.blocks),
-        "weight_bytes": header.dense.length + sum(extent.length for extent in header.blocks),
+        "weight_bytes": header.weight_bytes,
         "context_tokens": served.context_tokens,
         "vocab_tokens": served.vocab_tokens,
         "chat_templates": sorted(header.chat_templates),
@@ -199,7 +177,3 @@ def _stats(service: Service, served: Served, stats: EngineStats) -> Plain:
         "fits": stats.pages.frames >= stats.pages.blocks,
         **asdict(stats),
     }
-
-
-def _placement(served: Served, pages: Pages) -> Plain:
-    return {"id": served.id, "fits": pages.frames >= pages.blocks, "pages": asdict(pages)}

@@ -22,6 +22,7 @@ from jitllm.errors import (
     JitllmError,
     NotConverted,
     OverBudget,
+    PlacementError,
     QueueFull,
     UnsupportedModel,
     UsageError,
@@ -106,6 +107,8 @@ def explained(error: BaseException, param: str | None = None) -> ApiError:
             return ApiError(429, str(error), None, "queue_full", after)
         case OverBudget():
             return ApiError(503, str(error), None, "over_budget", {"Retry-After": "1"})
+        case PlacementError():
+            return ApiError(409, str(error), param, "placement")
         case UsageError():
             return bad_request(str(error), param)
         case BadContainer() | NotConverted() | UnsupportedModel():

@@ -23,15 +23,28 @@ from jitllm.engine import EngineStats
 
 router = APIRouter(tags=["operation"])
 
+OK = "ok"
+_DEGRADED = "degraded: "
+
+
+def serves(state: str) -> bool:
+    """Whether a model in this state, as `Pulse` says it, answers requests."""
+    return state == OK or state.startswith(_DEGRADED)
+
 
 @router.get("/healthz", responses={503: {"description": "Something is wrong, see `models`."}})
 async def healthz(request: Request) -> JSONResponse:
-    """200 if every model works and makes progress, else 503 and the reasons."""
+    """200 if every model works and makes progress, else 503 and the reasons.
+
+    A model that lost a device and goes on with the others is degraded, and works.
+    """
     service = service_of(request)
     pulse: Pulse = request.app.state.pulse
     states = {served.id: await pulse.state(served) for served in service.models.list()}
-    is_well = all(state == "ok" for state in states.values()) and not service.is_draining
-    status = "ok" if is_well else "draining" if service.is_draining else "failing"
+    is_well = all(map(serves, states.values())) and not service.is_draining
+    is_whole = all(state == OK for state in states.values())
+    status = "draining" if service.is_draining else "failing" if not is_well else "degraded"
+    status = OK if is_well and is_whole else status
     notes = dict.fromkeys(note for served in service.models.list() for note in served.notes)
     body: dict[str, Any] = {"status": status, "models": states, "notes": list(notes)}
     return JSONResponse(body, 200 if is_well else 503)
@@ -90,7 +103,7 @@ class Pulse:
         self._seen: dict[Served, _Seen] = {}
 
     async def state(self, served: Served) -> str:
-        """ok, or what is wrong."""
+        """ok, or what is wrong; after "degraded: ", what is wrong and stops no request."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 stats = await served.engine.stats()
@@ -105,6 +118,14 @@ class Pulse:
         seen = self._seen.get(served)
         if seen is None or not seen.is_busy or not is_busy or seen.steps != stats.steps:
             self._seen[served] = _Seen(stats.steps, is_busy, now_s)
-            return "ok"
+            return _going(stats)
         stuck_s = now_s - seen.since_s
-        return "ok" if stuck_s < self._stuck_after_s else f"no step for {stuck_s:.0f} s"
+        return _going(stats) if stuck_s < self._stuck_after_s else f"no step for {stuck_s:.0f} s"
+
+
+def _going(stats: EngineStats) -> str:
+    """Of an engine that makes progress."""
+    if not stats.lost:
+        return OK
+    was = "was" if len(stats.lost) == 1 else "were"
+    return f"{_DEGRADED}{', '.join(stats.lost)} {was} lost; blocks are at {stats.placement}"

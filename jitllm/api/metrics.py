@@ -5,16 +5,21 @@ Knows choices that have ended and snapshots of engines. Each server has a regist
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from jitllm.api.choices import Choice
 from jitllm.api.models import Served
-from jitllm.engine import EngineStats
+from jitllm.engine import DeviceUse, EngineStats
 from jitllm.errors import QueueFull
 
 Snapshot = Mapping[Served, EngineStats]
@@ -100,6 +105,27 @@ class _Engines(Collector):
             yield self._family(GaugeMetricFamily(name, text, labels=_MODEL), read)
         for name, text, read in _COUNTERS:
             yield self._family(CounterMetricFamily(name, text, labels=_MODEL), read)
+        for name, text, read in _MOVE_TIMES:
+            summary = SummaryMetricFamily(name, text, labels=_MODEL)
+            for served, stats in self._snapshot.items():
+                summary.add_metric([served.id], stats.moves, read(served, stats))
+            yield summary
+        yield self._moved_bytes()
+        for name, text, device_number in _OF_DEVICES:
+            gauge = GaugeMetricFamily(name, text, labels=("model", "device"))
+            for served, stats in self._snapshot.items():
+                for device in stats.devices:
+                    gauge.add_metric([served.id, device.name], device_number(device))
+            yield gauge
+
+    def _moved_bytes(self) -> Metric:
+        family = CounterMetricFamily(
+            "jitllm_move_bytes", "Keys and values that moved", labels=("model", "phase")
+        )
+        for served, stats in self._snapshot.items():
+            family.add_metric([served.id, "before"], stats.move_totals.bytes_before)
+            family.add_metric([served.id, "paused"], stats.move_totals.bytes_paused)
+        return family
 
     def _family(self, family: GaugeMetricFamily | CounterMetricFamily, read: _Read) -> Metric:
         for served, stats in self._snapshot.items():
@@ -158,6 +184,20 @@ _COUNTERS = (
     ("jitllm_page_read_bytes", "Bytes read from disk", _Read("pages.bytes_read")),
     ("jitllm_page_read_seconds", "Time spent reading", _Read("pages.read_s")),
     ("jitllm_page_wait_seconds", "Time spent waiting for reads", _Read("pages.wait_s")),
+    ("jitllm_moves", "Moves of blocks between devices", _Read("moves")),
+    ("jitllm_moved_blocks", "Blocks that moved, and heads", _Read("moved_blocks")),
+    ("jitllm_move_pages", "Pages that history was moved into", _Read("move_totals.pages")),
+    ("jitllm_device_losses", "Deaths of devices", _Read("losses")),
+)
+
+_MOVE_TIMES = (
+    ("jitllm_move_pause_seconds", "Steps stood still for a move", _Read("move_totals.pause_s")),
+    ("jitllm_move_prepare_seconds", "Moves before that", _Read("move_totals.prepare_s")),
+)
+
+_OF_DEVICES: tuple[tuple[str, str, Callable[[DeviceUse], float]], ...] = (
+    ("jitllm_device_blocks", "Blocks that a device computes", lambda device: device.blocks),
+    ("jitllm_device_kv_bytes", "Keys and values on a device", lambda device: device.kv_bytes),
 )
 
 

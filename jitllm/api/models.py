@@ -77,4 +77,5 @@ class Models(Protocol):
         """Give a model that is loaded another host budget; returns what was reached."""
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
-        """What could compute here: name, kind, memory_bytes and whatever else is known."""
+        """What could compute here: name, kind, label, cores, free_bytes, total_bytes, models, and
+        `declined`, the reason why it does not."""

@@ -31,7 +31,7 @@ async def chat_choices(served: Served, body: ChatRequest) -> list[Choice]:
         )
     turns = [message.plain() for message in body.messages]
     try:
-        text = await asyncio.to_thread(served.chat.render, turns)
+        text = await served.chat.rendered(turns)
     except JitllmError as error:  # whose mistake it is, the template or these messages, who knows
         raise bad_request(str(error), "messages") from error
     ids = await asyncio.to_thread(served.tokenizer.encode_rendered, text)

@@ -269,10 +269,35 @@ class CompletionRequest(GenerationRequest):
         return 16 if self.max_tokens is None else self.max_tokens
 
 
-class PlaceRequest(Body):
-    """POST /jitllm/v1/models/{id}/placement"""
+class MoveRequest(Body):
+    """What moves to a device. blocks: A:B without B, A-B with B, N, head, or several with commas;
+    to: a device, or host."""
 
-    maxmem: str | Annotated[int, Field(ge=0, lt=2**63)]
+    blocks: Text
+    to: NAME
+
+
+class PlaceRequest(Body):
+    """POST /jitllm/v1/models/{id}/placement: one of a budget, a move, and a map of all blocks.
+
+    strict: all of `placement` or nothing; otherwise what cannot be is in `declines`.
+    """
+
+    maxmem: str | Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    move: MoveRequest | None = None
+    placement: Annotated[str, Field(min_length=1, max_length=1 << 16)] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Self:
+        num = sum(given is not None for given in (self.maxmem, self.move, self.placement))
+        if not num:
+            raise ValueError("maxmem is missing, and so are move and placement; give one of them")
+        if num > 1:
+            raise ValueError("maxmem does not go with move or placement; give one of them")
+        if self.strict is not None and self.placement is None:
+            raise ValueError("strict is about a placement; leave it out")
+        return self
 
 
 class LoadRequest(Body):
@@ -440,6 +465,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     StreamOptions,
     TextFormat,
     PlaceRequest,
+    MoveRequest,
     LoadRequest,
 )
 

@@ -51,6 +51,7 @@ class Service:
     counts: Counts = field(default_factory=Counts)
     began_s: float = field(default_factory=time.perf_counter)
     is_draining: bool = False
+    _leaving: set[str] = field(default_factory=set)
 
     def served(self, model_id: str) -> Served:
         """The model of that name. Raises ApiError if there is none."""
@@ -58,6 +59,21 @@ class Service:
         if found is None:
             raise unknown_model(model_id, [served.id for served in self.models.list()])
         return found
+
+    @contextmanager
+    def leaving(self, served: Served) -> Iterator[None]:
+        """A model is being unloaded in the block."""
+        names = {served.id, *served.aliases}
+        self._leaving |= names
+        try:
+            yield
+        finally:
+            self._leaving -= names
+
+    def refuse_leaving(self, model_id: str) -> None:
+        """Raise ApiError for a model that is being unloaded."""
+        if model_id in self._leaving:
+            raise ApiError(409, f"{model_id} is being unloaded", "model", "unloading")
 
     @contextmanager
     def session(self, request: Request, model_id: str, prefix: str) -> Iterator[Serving]:

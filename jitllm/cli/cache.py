@@ -9,7 +9,7 @@ import typer
 
 from jitllm.cli.command import AsJson, verb
 from jitllm.cli.screen import print_json, say
-from jitllm.units import format_size
+from jitllm.units import counted, format_size
 
 EXAMPLES = """
     jitllm cache              (where it is and how large)
@@ -52,9 +52,9 @@ def cache(
             }
         )
     elif action is Action.CLEAR:
-        say(f"removed {num_removed} kernels, {format_size(size_bytes)}, from {where}\n")
+        say(f"removed {counted(num_removed, 'kernel')}, {format_size(size_bytes)}, from {where}\n")
     else:
-        say(f"{num_entries} kernels, {format_size(size_bytes)}, in {where}\n")
+        say(f"{counted(num_entries, 'kernel')}, {format_size(size_bytes)}, in {where}\n")
     return 0
 
 

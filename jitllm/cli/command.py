@@ -43,6 +43,16 @@ class Command(TyperCommand):
         flags = {name: param for name, param in flags.items() if name.startswith("-")}
         return list(super().parse_args(ctx, list(_spelled(args, flags, ctx.command_path))))
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Our own words for arguments: releases of Typer differ in what they put around them."""
+        pieces = [self.options_metavar or ""]
+        for param in self.get_params(ctx):
+            if param.param_type_name == "argument":
+                name = param.metavar or str(param.name)
+                name += "..." if param.nargs != 1 and "..." not in name else ""
+                pieces.append(name if param.required or name.startswith("[") else f"[{name}]")
+        return pieces
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Examples as they were written; Typer would wrap them into a paragraph."""
         if self.epilog:

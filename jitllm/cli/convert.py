@@ -13,7 +13,7 @@ from jitllm.cli.command import AsJson, verb
 from jitllm.cli.progress import Progress
 from jitllm.cli.screen import note, print_json, say, table
 from jitllm.errors import one_line
-from jitllm.units import format_duration, format_rate, format_size
+from jitllm.units import counted, format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
     from jitllm.formats.convert import Plan, Report
@@ -126,12 +126,13 @@ def _show_plan(plan: Plan, json: bool) -> int:
         "always held": format_size(plan.dense_bytes),
         "blocks": f"{len(blocks)}, together {format_size(sum(blocks))}, "
         f"the largest {format_size(max(blocks, default=0))}",
+        **({"experts": _experts(plan)} if header.experts else {}),
         "tensors": str(len(header.tensors)),
         "chat templates": _templates(plan),
         "stop ids": ", ".join(map(str, header.stop_ids)) or "none",
     }
     types = {
-        name: f"{count.num_tensors} tensors, {format_size(count.size_bytes)}"
+        name: f"{counted(count.num_tensors, 'tensor')}, {format_size(count.size_bytes)}"
         for name, count in plan.weight_types.items()
     }
     say(f"{table(rows)}\n\n{table(types)}\n")
@@ -147,9 +148,10 @@ def _report(result: Report) -> list[str]:
         f"{format_size(source_bytes)} -> {format_size(plan.file_bytes)} "
         f"({100 * plan.file_bytes / max(source_bytes, 1):.1f} %) in "
         f"{format_duration(result.seconds)} ({format_rate(written / max(result.seconds, 1e-9))})",
-        f"{len(plan.block_bytes)} blocks, the largest "
+        f"{counted(len(plan.block_bytes), 'block')}, the largest "
         f"{format_size(max(plan.block_bytes, default=0))}; "
         f"{format_size(plan.dense_bytes)} always held",
+        *([f"experts: {_experts(plan)}"] if plan.header.experts else []),
         f"chat templates: {_templates(plan)}",
     ]
     if resumed_bytes := _resumed_bytes(result):
@@ -161,6 +163,10 @@ def _resumed_bytes(result: Report) -> int:
     """What an earlier attempt had written; the room for the header is nothing of it."""
     start = result.plan.header.dense.offset
     return result.resumed_bytes if result.resumed_bytes > start else 0
+
+
+def _experts(plan: Plan) -> str:
+    return f"{len(plan.header.experts)}, together {format_size(plan.expert_bytes)}"
 
 
 def _templates(plan: Plan) -> str:
@@ -177,6 +183,8 @@ def _json(plan: Plan) -> dict[str, Any]:
         "blocks": len(plan.block_bytes),
         "block_bytes": sum(plan.block_bytes),
         "largest_block_bytes": max(plan.block_bytes, default=0),
+        "experts": len(plan.header.experts),
+        "expert_bytes": plan.expert_bytes,
         "weight_types": {
             name: {"tensors": count.num_tensors, "bytes": count.size_bytes}
             for name, count in plan.weight_types.items()

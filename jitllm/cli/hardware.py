@@ -11,6 +11,7 @@ from typing import Any
 
 from jitllm.cli.command import AsJson, verb
 from jitllm.cli.screen import print_json, say, table
+from jitllm.devices.choose import together
 from jitllm.errors import one_line
 from jitllm.units import format_size
 
@@ -25,8 +26,9 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def hardware(*, json: AsJson = False) -> int:
     """Describe the machine, and what would be used of it.
 
-    Processor, instruction sets and why some are missing, cores and the quota on them, the memory
-    budget and where it comes from, Ray clusters, huge pages. Nothing is measured.
+    Processor, instruction sets and why some are missing, cores and the quota on them, devices by
+    the names that -devices takes, the memory budget and where it comes from, Ray clusters, huge
+    pages. Nothing is measured.
     """
     found = _probe()
     if json:
@@ -42,6 +44,7 @@ def hardware(*, json: AsJson = False) -> int:
                 "cores": _cores(cores),
                 "threads": f"{cores['threads']}, the smaller of cores and quota; "
                 "-threads changes it",
+                **{f"device {d['name']}": _device(d) for d in together(found["devices"])},
                 "memory": f"{_size(memory['available_bytes'])} available of "
                 f"{_size(memory['total_bytes'])}",
                 "budget": f"{memory['explanation']}; -maxmem changes it",
@@ -61,6 +64,7 @@ def _probe() -> dict[str, Any]:
     from jitllm.jit import tiers
     from jitllm.jit.cache import default_directory
     from jitllm.memory import budget
+    from jitllm.memory.host import total_bytes
 
     host = budget.probe()
     directory = default_directory()
@@ -72,8 +76,9 @@ def _probe() -> dict[str, Any]:
             {"name": tier.name, "missing": list(tiers.missing(tier))} for tier in tiers.TIERS
         ],
         "cores": _count_cores(),
+        "devices": _devices(),
         "memory": {
-            "total_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "total_bytes": total_bytes(),
             "available_bytes": budget.available_bytes(),
             "usable_bytes": host.memory_bytes,
             "source": host.source,
@@ -100,6 +105,29 @@ def _count_cores() -> dict[str, Any]:
         "quota": threads.cpu_quota(),
         "threads": threads.default_threads(),
     }
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Those of this machine, and why -devices auto leaves some of them out."""
+    from jitllm.devices.choose import choose_devices, reports
+    from jitllm.devices.grammar import parse_devices
+    from jitllm.jit.threads import default_threads
+    from jitllm.memory.host import host_devices
+
+    available = host_devices(default_threads())
+    _, declined = choose_devices(parse_devices("auto"), available)
+    return reports(available, declined)
+
+
+def _device(found: dict[str, Any]) -> str:
+    cores = found["cores"]
+    parts = [
+        found["label"],
+        f"{cores} core{'s' * (cores != 1)}" if cores else "",
+        f"{_size(found['free_bytes'])} free of {_size(found['total_bytes'])}",
+    ]
+    taken = f"not taken: {found['declined']}" if found["declined"] else "taken by -devices auto"
+    return f"{', '.join(filter(None, parts))}; {taken}"
 
 
 def _cores(cores: dict[str, Any]) -> str:

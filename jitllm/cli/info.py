@@ -13,7 +13,7 @@ from jitllm.cli.options import Model
 from jitllm.cli.progress import Progress
 from jitllm.cli.screen import note, print_json, say, table
 from jitllm.errors import one_line
-from jitllm.units import format_size
+from jitllm.units import counted, format_size
 
 if TYPE_CHECKING:
     from jitllm.formats.jlm import Container, Header
@@ -68,6 +68,7 @@ def _json(header: Header, problems: list[str] | None) -> dict[str, Any]:
     return {
         "arch": header.arch,
         "blocks": len(header.blocks),
+        "experts": len(header.experts),
         **_sizes(header),
         "bytes_per_token": report.weight_bytes_per_token(header),
         "weight_types": weight_types(header),
@@ -89,6 +90,7 @@ def _sizes(header: Header) -> dict[str, int]:
         "block_bytes": sum(lengths),
         "largest_block_bytes": max(lengths, default=0),
         "expert_bytes": sum(expert.extent.length for expert in header.experts),
+        "largest_expert_bytes": max((e.extent.length for e in header.experts), default=0),
     }
 
 
@@ -98,7 +100,7 @@ def weight_types(header: Header) -> dict[str, dict[str, int]]:
     sizes: Counter[str] = Counter()
     for entry in header.tensors:
         tensors[entry.format.name] += 1
-        sizes[entry.format.name] += entry.size_bytes
+        sizes[entry.format.name] += entry.size_bytes * max(entry.experts, 1)
     return {name: {"tensors": tensors[name], "bytes": size} for name, size in sizes.most_common()}
 
 
@@ -111,6 +113,7 @@ def _rows(container: Container) -> dict[str, str]:
         "architecture": one_line(header.arch),
         "blocks": f"{len(header.blocks)}, together {format_size(sizes['block_bytes'])}, "
         f"the largest {format_size(sizes['largest_block_bytes'])}",
+        **_experts(header, sizes),
         "always held": f"{format_size(sizes['dense_bytes'])} (embeddings, head, norms)",
         "per token": f"{format_size(report.weight_bytes_per_token(header))} of weights",
         "width": _shown(config.get("embedding_length", "?")),
@@ -118,11 +121,24 @@ def _rows(container: Container) -> dict[str, str]:
         f"of {_shown(_head_width(header))}",
         "feed-forward": _shown(config.get("feed_forward_length", "?")),
         "context": f"{_shown(config.get('context_length', '?'))} tokens",
-        "vocabulary": f"{len(header.vocabulary.get('types', b''))} tokens",
+        "vocabulary": counted(len(header.vocabulary.get("types", b"")), "token"),
         "chat templates": one_line(", ".join(sorted(header.chat_templates)))
         or "none: a base model",
         "stop ids": ", ".join(map(str, header.stop_ids)) or "none",
         **dict(_print(name, value) for name, value in header.fingerprint.items()),
+    }
+
+
+def _experts(header: Header, sizes: dict[str, int]) -> dict[str, str]:
+    """A line for a mixture."""
+    if not header.experts:
+        return {}
+    num_blocks = len({expert.block for expert in header.experts})
+    return {
+        "experts": f"{len(header.experts)} in {counted(num_blocks, 'block')}, "
+        f"{_shown(header.config.get('expert_used_count', '?'))} a token and block, "
+        f"together {format_size(sizes['expert_bytes'])}, "
+        f"the largest {format_size(sizes['largest_expert_bytes'])}"
     }
 
 

@@ -5,6 +5,7 @@ Knows `compose`, which is imported when the first engine is wanted.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,11 @@ async def opened(path: Path, config: EngineConfig) -> AsyncIterator[Loaded]:
 
     with Progress() as progress, raised():  # compiling does not wait for anything
         loaded = await compose.open_engine(path, config, progress=progress)
+    # What is there now stays to the end: the garbage collector need not go over it in the
+    # middle of a reply.
+    gc.freeze()
     try:
         yield loaded
     finally:
+        gc.unfreeze()
         await loaded.close()

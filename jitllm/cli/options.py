@@ -10,16 +10,24 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from jitllm.cli.asking import Asked
 from jitllm.cli.command import option, parameters, set_signature
 from jitllm.config import EngineConfig
+from jitllm.devices.grammar import parse_devices
 from jitllm.engine import Sampling
 from jitllm.errors import UsageError
+from jitllm.schedule.placement_map import parse_map
 from jitllm.units import parse_size
+
+Number = TypeVar("Number", int, float)
+
+MAX_INT = 2**31 - 1
+MAX_SEED = 2**64 - 1
+"""Fields of a sampling record are so wide: what is larger would be refused when all is loaded."""
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL.jlm", help="A converted model.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="TEXT", show_default=False)]
@@ -131,7 +139,48 @@ _ENGINE_FLAGS = (
         help="Instruction set: auto, or one that `jitllm hardware` lists.",
     ),
     _flag(
-        "devices", str, "auto", "-devices", metavar="SPEC", help="Where to compute: cpu or auto."
+        "devices",
+        str,
+        "auto",
+        "-devices",
+        metavar="LIST",
+        help="Where to compute: auto, all, or devices with commas: cpu[:N], gpu[:N], cuda[:N], "
+        "hip[:N], vulkan[:N or part of a name], metal, each GPU with =SIZE for the most of its "
+        "memory; several CPU devices share the cores; NODE/cpu:0 is another host's. "
+        "`jitllm hardware` lists those of this one.",
+    ),
+    _flag(
+        "placement",
+        str | None,
+        None,
+        "-placement",
+        metavar="MAP",
+        help="Which blocks go where: 0-8=cpu:0,9-17=cpu:1,head=host. Before = a block, a range "
+        "with its end, head (the output) or * (all others); after it a device or host, then ! to "
+        "pin, ~ to stream the weights at each step; default: the engine chooses.",
+    ),
+    _flag(
+        "placement_strict",
+        bool,
+        False,
+        "-placement-strict",
+        help="Refuse to start unless all of -placement can be met.",
+    ),
+    _flag(
+        "gpu_layers",
+        int,
+        -1,
+        "-gpu-layers",
+        metavar="N",
+        help="Most blocks that go to GPUs; -1: all that fit.",
+    ),
+    _flag(
+        "no_fallback",
+        bool,
+        False,
+        "-no-fallback",
+        help="A device that dies ends its requests with an error; else their replies go on, with "
+        "what was lost computed again.",
     ),
     _flag("kv_type", str, "f16", "-kv-type", metavar="TYPE", help="Keys and values: f16 or f32."),
     _flag(
@@ -233,12 +282,12 @@ def _asked(
         ignore_eos=ignore_eos,
         sampling=Sampling(
             temperature=_within(temp, 0, 1e30, "-temp"),
-            top_k=_at_least(top_k, 0, "-top-k") or 0,
+            top_k=_within(top_k, 0, MAX_INT, "-top-k"),
             top_p=_within(top_p, 0, 1, "-top-p"),
             min_p=_within(min_p, 0, 1, "-min-p"),
             repeat_penalty=_within(repeat_penalty, 1e-3, 1e3, "-repeat-penalty"),
-            repeat_last_n=_at_least(repeat_last_n, 0, "-repeat-last-n") or 0,
-            seed=_at_least(seed, 0, "-seed") or 0,
+            repeat_last_n=_within(repeat_last_n, 0, MAX_INT, "-repeat-last-n"),
+            seed=_within(seed, 0, MAX_SEED, "-seed"),
         ),
     )
 
@@ -249,7 +298,7 @@ def _at_least(value: int | None, least: int, flag: str) -> int | None:
     return value
 
 
-def _within(value: float, least: float, most: float, flag: str) -> float:
+def _within(value: Number, least: float, most: float, flag: str) -> Number:
     if not least <= value <= most:
         raise UsageError(f"{flag} {value} makes no sense", f"choose from {least} to {most}")
     return value
@@ -262,19 +311,28 @@ def _config(
     threads: int | None,
     tier: str,
     devices: str,
+    placement: str | None,
+    placement_strict: bool,
+    gpu_layers: int,
+    no_fallback: bool,
     kv_type: Any,
     read_ahead: Any,
     page_size: int | None,
 ) -> EngineConfig:
-    """Raises UsageError for what cannot be meant."""
-    if devices not in ("auto", "cpu"):
-        raise UsageError(f"-devices {devices!r} is not available", "choose auto or cpu")
+    """Raises UsageError for what cannot be meant; what there is to compute on shows later."""
+    parse_devices(devices)
+    if placement is not None:
+        parse_map(placement)
     return EngineConfig(
         ctx_tokens=ctx,
         maxmem_bytes=None if maxmem is None else parse_size(maxmem, "-maxmem"),
         threads=threads,
         tier=tier,
         devices=devices,
+        placement=placement,
+        placement_strict=placement_strict,
+        gpu_layers=gpu_layers,
+        fallback=not no_fallback,
         kv_type=kv_type,
         read_ahead=read_ahead,
         page_size_tokens=page_size,

@@ -61,6 +61,7 @@ class Reply:
         self._say = say
         self._clock = clock
         self._num_prompt = 0
+        self._is_whole = False  # whether the engine ended it
         self._started = self._first_at = self._last_at = 0.0
 
     @property
@@ -89,20 +90,22 @@ class Reply:
             self._end()
 
     def rates(self) -> Rates:
-        """What the engine measured, or else, for a reply that was cut, what was seen here."""
+        """What the engine measured, and of a reply that was cut the rest as it was seen here."""
         usage = self.usage
         num_steps = max(len(self.ids) - 1, 0)
+        decode_s = self._last_at - self._first_at
         if usage is None:
             prefill_s = self._first_at - self._started
-            decode_s = self._last_at - self._first_at
             return Rates(self._num_prompt, prefill_s, num_steps, decode_s, prefill_s)
-        if self.finish is Finish.STOP and self.ids:
-            num_steps += 1  # the step that drew the stop id
+        if self._is_whole:
+            decode_s = usage.decode_s
+            if self.finish is Finish.STOP and self.ids:
+                num_steps += 1  # the step that drew the stop id
         return Rates(
             prompt_tokens=self._num_prompt - usage.cached_tokens,
             prefill_s=usage.prefill_s,
             decode_tokens=num_steps,
-            decode_s=usage.decode_s,
+            decode_s=decode_s,
             ttft_s=usage.ttft_s,
             cached_tokens=usage.cached_tokens,
         )
@@ -114,6 +117,7 @@ class Reply:
             self._first_at = self._last_at
         self.ids += delta.tokens
         self.finish, self.usage = delta.finish or self.finish, delta.usage or self.usage
+        self._is_whole = delta.finish is not None
         self._show(self._stops.feed(self._decoder.feed(delta.tokens)))
         if delta.error is not None:
             raise delta.error

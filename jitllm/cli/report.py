@@ -6,11 +6,13 @@ are what people and scripts look for.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jitllm.cli.reply import Rates
 from jitllm.engine import EngineStats, Pages
-from jitllm.units import format_duration, format_rate, format_size
+from jitllm.errors import one_line
+from jitllm.units import counted, format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
     from jitllm.compose import Loaded
@@ -23,6 +25,7 @@ def before(loaded: Loaded, stats: EngineStats) -> list[str]:
         *_compile_lines(loaded),
         _model_line(loaded),
         *_memory_lines(loaded.header, stats),
+        *_placement_lines(stats),
         *_forecast_lines(loaded, stats.pages),
     ]
 
@@ -39,9 +42,9 @@ def after(rates: Rates, pages: Pages, page_ins_per_token: float) -> list[str]:
         ),
         _parts(
             "pages ",
-            f"{pages.frames} frames for {pages.blocks} blocks",
-            f"{pages.page_ins} page-ins",
-            f"{pages.evictions} evictions",
+            f"{counted(pages.frames, 'frame')} for {counted(pages.blocks, 'block')}",
+            counted(pages.page_ins, "page-in"),
+            counted(pages.evictions, "eviction"),
             f"{format_size(pages.bytes_read)} read",
             f"{page_ins_per_token:.2f} page-ins per token",
         ),
@@ -81,6 +84,9 @@ def pages_json(pages: Pages, page_ins_per_token: float) -> dict[str, Any]:
 def engine_json(loaded: Loaded, stats: EngineStats) -> dict[str, Any]:
     """How the engine was set up."""
     return {
+        "placement": str(stats.placement),
+        "declines": [str(decline) for decline in stats.declines],
+        "devices": [asdict(device) for device in stats.devices],
         "tier": stats.tier,
         "threads": stats.threads,
         "ctx_tokens": stats.context_tokens,
@@ -90,20 +96,20 @@ def engine_json(loaded: Loaded, stats: EngineStats) -> dict[str, Any]:
     }
 
 
-def weight_bytes(header: Header) -> int:
-    """All weights: the dense region and the blocks."""
-    return header.dense.length + sum(extent.length for extent in header.blocks)
-
-
 def weight_bytes_per_token(header: Header) -> int:
-    """What a decoded token reads: everything, but of an embedding that is not also the head only
-    a row."""
+    """What a decoded token reads: everything, but of experts only those that it uses, and of an
+    embedding that is not also the head only a row."""
     matrices = {entry.role: entry for entry in header.tensors if entry.block is None}
     embedding = matrices.get("token_embd")
-    if embedding is None or "output" not in matrices:
-        return weight_bytes(header)
-    row_bytes = embedding.size_bytes // max(embedding.rows, 1)
-    return weight_bytes(header) - embedding.size_bytes + row_bytes
+    unused = 0
+    if embedding is not None and "output" in matrices:
+        unused = embedding.size_bytes - embedding.size_bytes // max(embedding.rows, 1)
+    used = header.config.get("expert_used_count")
+    if isinstance(used, int):
+        unused += sum(
+            extent.length for _, *experts in header.runs() for extent in experts[max(used, 0) :]
+        )
+    return header.weight_bytes - unused
 
 
 def _compile_lines(loaded: Loaded) -> list[str]:
@@ -119,7 +125,7 @@ def _model_line(loaded: Loaded) -> str:
     return _parts(
         "model ",
         loaded.header.arch,
-        f"{loaded.graph.num_blocks} blocks",
+        counted(loaded.graph.num_blocks, "block"),
         f"width {loaded.graph.width}",
         f"heads {heads}/{kv_heads}",
         f"ffn {config.get('feed_forward_length')}",
@@ -133,8 +139,8 @@ def _memory_lines(header: Header, stats: EngineStats) -> list[str]:
         _parts(
             "memory",
             f"budget {format_size(pages.budget_bytes)}",
-            f"weights {format_size(weight_bytes(header))}",
-            f"KV as it grows, for {stats.context_tokens} tokens at most",
+            f"weights {format_size(header.weight_bytes)}",
+            f"KV as it grows, for {counted(stats.context_tokens, 'token')} at most",
             f"{format_size(weight_bytes_per_token(header))} of weights per token",
         )
     ]
@@ -149,11 +155,19 @@ def _memory_lines(header: Header, stats: EngineStats) -> list[str]:
     return lines
 
 
+def _placement_lines(stats: EngineStats) -> list[str]:
+    """Where blocks are, if there is more than one place, and what was asked for in vain."""
+    devices = [f"{use.name} with {counted(use.threads, 'thread')}" for use in stats.devices]
+    placed = [_parts("place ", str(stats.placement), *devices)] if len(devices) > 1 else []
+    declined = [_parts("place ", f"* not so: {decline}") for decline in stats.declines]
+    return [*placed, *map(one_line, declined)]
+
+
 def _forecast_lines(loaded: Loaded, pages: Pages) -> list[str]:
     """What a budget that holds fewer blocks than there are will cost."""
     if pages.frames >= pages.blocks:
         return []
-    largest = max(extent.length for extent in loaded.header.blocks)
+    largest = max(loaded.header.frame_bytes)
     useful = pages.frames - (1 if loaded.config.read_ahead == "on" else 0)
     optimum = pages.blocks * (pages.blocks - useful) / max(pages.blocks - 1, 1)
     per_token = min(optimum, pages.blocks)  # a cyclic scan over so many frames
@@ -161,7 +175,7 @@ def _forecast_lines(loaded: Loaded, pages: Pages) -> list[str]:
     return [
         _parts(
             "pages ",
-            f"{pages.frames} of {pages.blocks} blocks fit",
+            f"{pages.frames} of {counted(pages.blocks, 'block')} fit",
             f"{format_size(largest)} a block",
             f"{format_size(room)} of budget for blocks",
             f"about {per_token:.1f} page-ins per token",

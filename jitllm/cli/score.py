@@ -23,7 +23,7 @@ from jitllm.cli.screen import note, print_json, say
 from jitllm.config import EngineConfig
 from jitllm.engine import Engine, Outputs, Request
 from jitllm.errors import UsageError
-from jitllm.units import format_duration, format_rate
+from jitllm.units import counted, format_duration, format_rate
 
 if TYPE_CHECKING:
     from jitllm.cli.npz import LogitsFile
@@ -215,10 +215,10 @@ def _table(loaded: Loaded, ids: list[int], scored: Scored) -> str:
 def _summary(num_tokens: int, scored: Scored) -> str:
     rate = num_tokens / scored.prefill_s if scored.prefill_s > 0 else 0.0
     if not scored.logprobs:
-        return f"no perplexity: nothing stands before any of {num_tokens} tokens"
+        return f"no perplexity: nothing stands before any of {counted(num_tokens, 'token')}"
     return (
         f"perplexity {scored.perplexity:.4f}   mean nll {scored.mean_nll:.5f} over "
-        f"{len(scored.logprobs)} of {num_tokens} tokens   "
+        f"{len(scored.logprobs)} of {counted(num_tokens, 'token')}   "
         f"{format_duration(scored.prefill_s)} ({format_rate(rate, 'tok')})"
     )
 

@@ -7,12 +7,11 @@ import time
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from jitllm.cli import report
+from jitllm.cli import report, samples
 from jitllm.cli.asking import text_ids
 from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
@@ -22,11 +21,8 @@ from jitllm.cli.reply import close_stream
 from jitllm.cli.screen import note, print_json, say
 from jitllm.config import EngineConfig
 from jitllm.engine import Engine, Request
-from jitllm.errors import JitllmError, UsageError
-from jitllm.units import format_size
-
-if TYPE_CHECKING:
-    from jitllm.compose import Loaded
+from jitllm.errors import UsageError
+from jitllm.units import counted
 
 SENTENCE = "The quick brown fox jumps over the lazy dog while the old clock ticks on. "
 
@@ -40,10 +36,11 @@ EXAMPLES = """
 
 @dataclass(slots=True)
 class Samples:
-    """Tokens a second, one for each repetition."""
+    """Tokens a second, one for each repetition, and what a plain loop reads a second."""
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
+    read_gb_s: list[float] = field(default_factory=list)
 
 
 @engine_flags
@@ -63,8 +60,10 @@ def speed(
     """Measure how fast a model runs here.
 
     One round of each kind warms up and is not counted. Every repetition is a request of its own:
-    a prompt of -p tokens, then -n tokens decoded one by one from the start of the context. The
-    machine should have nothing else to do.
+    a prompt of -p tokens, then -n tokens decoded one by one from the start of the context. What
+    decoding reads a second is shown beside what a plain loop reads of as much memory with as many
+    threads. The spread is the largest rate less the smallest, over the median. The machine should
+    have nothing else to do.
     """
     if min(num_prompt, num_decode) < 0 or repetitions < 1 or num_prompt == num_decode == 0:
         raise UsageError("there is nothing to measure", "choose -p and -n from 0, -r from 1")
@@ -80,20 +79,23 @@ async def _measure(
         for line in report.before(loaded, start):
             note(line)
         _check_fit(num_prompt, num_decode, start.context_tokens)
-        samples = Samples()
+        found = Samples()
         ids = text_ids(loaded, SENTENCE)
         prompt = tuple(islice(cycle(ids), num_prompt))
         is_finished = await finished(
-            _repeat(loaded.engine, prompt, ids[0], num_decode, repetitions, samples)
+            _repeat(loaded.engine, prompt, ids[0], num_decode, repetitions, found)
         )
         stats = await loaded.engine.stats()
-        result = _result(loaded, samples)
-        if json:
-            pages = report.pages_json(stats.pages, report.page_ins_per_token(start, stats))
-            print_json({**result, "pages": pages, **report.engine_json(loaded, stats)})
-        else:
-            say(_lines(result, num_prompt, num_decode))
-        return 0 if is_finished else INTERRUPTED
+    bytes_per_token = report.weight_bytes_per_token(loaded.header)
+    if found.decode and is_finished:
+        found.read_gb_s = samples.read_wall(bytes_per_token, stats)
+    result = _result(bytes_per_token, found)
+    if json:
+        pages = report.pages_json(stats.pages, report.page_ins_per_token(start, stats))
+        print_json({**result, "pages": pages, **report.engine_json(loaded, stats)})
+    else:
+        say(_lines(result, num_prompt, num_decode))
+    return 0 if is_finished else INTERRUPTED
 
 
 def _check_fit(num_prompt: int, num_decode: int, ctx_tokens: int) -> None:
@@ -101,7 +103,7 @@ def _check_fit(num_prompt: int, num_decode: int, ctx_tokens: int) -> None:
     for flag, num_tokens in (("-p", num_prompt), ("-n", num_decode and num_decode + 1)):
         if num_tokens > ctx_tokens:
             raise UsageError(
-                f"{flag} takes {num_tokens} tokens and the context holds {ctx_tokens}",
+                f"{flag} takes {counted(num_tokens, 'token')} and the context holds {ctx_tokens}",
                 f"lower {flag} or raise -ctx",
             )
 
@@ -112,19 +114,19 @@ async def _repeat(
     first_id: int,
     num_decode: int,
     repetitions: int,
-    samples: Samples,
+    found: Samples,
 ) -> None:
     for repetition in range(repetitions + 1):
         if prompt:
             rate = await _rate(engine, Request(prompt, max_tokens=0), len(prompt), "-p")
             if repetition:
-                samples.prefill.append(rate)
+                found.prefill.append(rate)
         if num_decode:
             # The one token of the prompt is a step like every other: so many tokens, so many steps.
             request = Request((first_id,), max_tokens=num_decode)
             rate = await _rate(engine, request, num_decode, "-n")
             if repetition:
-                samples.decode.append(rate)
+                found.decode.append(rate)
 
 
 async def _rate(engine: Engine, request: Request, num_tokens: int, flag: str) -> float:
@@ -144,52 +146,46 @@ async def _rate(engine: Engine, request: Request, num_tokens: int, flag: str) ->
     finally:
         await close_stream(stream)
     elapsed_s = time.perf_counter() - started
-    if elapsed_s < 100 * time.get_clock_info("perf_counter").resolution:
-        raise JitllmError(
-            f"{num_tokens} tokens took less than the clock can measure", f"raise {flag}"
-        )
-    return (num_tokens - num_cached) / elapsed_s
+    return samples.rate(
+        num_tokens - num_cached, elapsed_s, counted(num_tokens, "token"), f"raise {flag}"
+    )
 
 
-def _result(loaded: Loaded, samples: Samples) -> dict[str, Any]:
-    """Medians, and every sample behind them; null for what was not measured."""
-    bytes_per_token = report.weight_bytes_per_token(loaded.header)
-    decode_tok_s = _median(samples.decode)
+def _result(bytes_per_token: int, found: Samples) -> dict[str, Any]:
+    """Medians, spreads, and every sample behind them; null for what was not measured."""
+    gb_s = [rate * bytes_per_token / 1e9 for rate in found.decode]
     return {
-        "prefill_tok_s": _median(samples.prefill),
-        "decode_tok_s": decode_tok_s,
+        "prefill_tok_s": samples.middle(found.prefill),
+        "decode_tok_s": samples.middle(found.decode),
         "bytes_per_token": bytes_per_token,
-        "gb_s": None if decode_tok_s is None else decode_tok_s * bytes_per_token / 1e9,
+        **samples.against_the_wall(gb_s, found.read_gb_s),
+        "spread": {
+            "prefill_tok_s": samples.spread(found.prefill),
+            "decode_tok_s": samples.spread(found.decode),
+            "read_gb_s": samples.spread(found.read_gb_s),
+        },
         "samples": {
-            "prefill_tok_s": samples.prefill,
-            "decode_tok_s": samples.decode,
-            "gb_s": [rate * bytes_per_token / 1e9 for rate in samples.decode],
+            "prefill_tok_s": found.prefill,
+            "decode_tok_s": found.decode,
+            "gb_s": gb_s,
+            "read_gb_s": found.read_gb_s,
         },
     }
 
 
-def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
-
-
 def _lines(result: dict[str, Any], num_prompt: int, num_decode: int) -> str:
-    samples = result["samples"]
-    measured = [
-        f"{name} {' / '.join(f'{rate:.1f}' for rate in rates)} tok/s"
-        for name, rates in (
-            (f"pp{num_prompt}", samples["prefill_tok_s"]),
-            (f"tg{num_decode}", samples["decode_tok_s"]),
-        )
-        if rates
-    ]
-    medians = [
-        f"{name} {result[key]:.1f} tok/s"
-        for name, key in (("prompt", "prefill_tok_s"), ("decode", "decode_tok_s"))
-        if result[key] is not None
-    ]
+    taken = result["samples"]
+    phases = (
+        ("pp", num_prompt, "prompt", "prefill_tok_s"),
+        ("tg", num_decode, "decode", "decode_tok_s"),
+    )
+    measured, medians = [], []
+    for short, number, name, key in phases:
+        if rates := taken[key]:
+            measured.append(f"{short}{number} {' / '.join(f'{rate:.1f}' for rate in rates)} tok/s")
+            medians.append(samples.with_spread(f"{name} {result[key]:.1f} tok/s", rates))
     if result["gb_s"] is not None:
-        per_token = format_size(result["bytes_per_token"])
-        medians.append(f"{per_token} of weights per token, {result['gb_s']:.2f} GB/s")
+        medians.append(samples.weights_line(result["bytes_per_token"], "token", result))
     if not measured:
         return ""
     return f"{'   '.join(measured)}\nmedian {'   '.join(medians)}\n"

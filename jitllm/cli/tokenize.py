@@ -11,6 +11,7 @@ from jitllm.cli.command import AsJson, verb
 from jitllm.cli.options import Model, TextFile, Words, given_text
 from jitllm.cli.screen import note, print_json, say
 from jitllm.errors import UsageError
+from jitllm.units import counted
 
 if TYPE_CHECKING:
     from jitllm.text.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ def tokenize(
         f"{token_id:8} -> {jsonlib.dumps(piece, ensure_ascii=False)}\n"
         for token_id, piece in zip(ids, pieces, strict=True)
     ]
-    say(f"{len(ids)} tokens\n{' '.join(map(str, ids))}\n{''.join(rows)}")
+    say(f"{counted(len(ids), 'token')}\n{' '.join(map(str, ids))}\n{''.join(rows)}")
     if not _is_lossless(tokenizer, ids, given):
         note("decoding these tokens gives another text")
     return 0

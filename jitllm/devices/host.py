@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jitllm.devices.memory import Memory, Span
+from jitllm.devices.order import ordered
 from jitllm.jit.cpu import Compiler, Progress
 from jitllm.jit.team import Team
 from jitllm.kernels.op import PANEL_TOKENS, Buffer, Const, Ctx, Launch, Op, Rows, Weight
 from jitllm.kernels.team import RECORD_BYTES, table
 
 _ALIGN = 64
+_TABLES, _FIRST_BLOCK = 1, 2  # sections of a program: embed, tables, each block, head
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,17 @@ class Section:
 class HostProgram:
     """A compiled stack of blocks: `Env` of its ops, owner of their buffers.
 
-    prologue runs before the first block (embedding, rotary tables), epilogue after the last (head
-    and sampling). blocks: (block number, ops) in order. weight_address: where a weight lies for
-    the program's life.
+    embed makes hidden states of tokens; tables (rotary ones) run in every step before the first
+    block that runs here; head (with sampling) comes after the last. blocks: (block number, ops) in
+    order. weight_address: where a weight lies for the program's life.
     """
 
     def __init__(
         self,
-        prologue: Sequence[Op],
+        embed: Sequence[Op],
+        tables: Sequence[Op],
         blocks: Sequence[tuple[int, Sequence[Op]]],
-        epilogue: Sequence[Op],
+        head: Sequence[Op],
         *,
         limits: Limits,
         memory: Memory,
@@ -72,7 +75,7 @@ class HostProgram:
         self._consts: dict[str, Span] = {}
         self.step = StepMemory(limits)
 
-        sections = [prologue, *(ops for _, ops in blocks), epilogue]
+        sections = [embed, tables, *(ops for _, ops in blocks), head]
         self._offsets, self.scratch_bytes = self._lay_out(sections)
         self._scratch: Span = memory.reserve(self.scratch_bytes)
         launches: list[Launch] = []
@@ -93,17 +96,8 @@ class HostProgram:
 
     def _launches(self, ops: Sequence[Op]) -> list[Launch]:
         """Launches with barriers only where an op depends on one since the last barrier."""
-        read: set[str] = set()
-        written: set[str] = set()
         found: list[Launch] = []
-        for index, op in enumerate(ops):
-            reads = {b.name for b in op.reads}
-            writes = {b.name for b in op.writes}
-            depends = index == 0 or bool(reads & written or writes & (read | written))
-            if depends:
-                read, written = set(), set()
-            read |= reads
-            written |= writes
+        for op, depends in ordered(ops):
             for part, launch in enumerate(self._op_launches(op, self)):
                 found.append(launch if part else replace(launch, barrier=depends))
         return found
@@ -142,16 +136,28 @@ class HostProgram:
 
     # --- running -----------------------------------------------------------------------------
 
-    def run(self, start: int, stop: int, *, first: bool, last: bool) -> None:
+    def run(self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool) -> None:
         """Compute blocks [start, stop) of this device's stack for the step in `self.step`.
 
-        first: the prologue before them; last: the epilogue after them. One native call; the GIL
-        is released. Everything the launches touch must be resident.
+        embeds: make the hidden states of the step's tokens first. begins: nothing of the step ran
+        here before. ends: go on to the head. One native call, or two when the run begins with a
+        later block; the GIL is released. Everything the launches touch must be resident.
         """
-        begin = self._sections[0 if first else 1 + start].start
-        end = self._sections[-1 if last else stop].stop
-        launches = self._table_address + RECORD_BYTES * begin
-        self._team.run(launches, end - begin, self.step.address)
+        first = _FIRST_BLOCK + start
+        if begins and stop > start:
+            opening = 0 if embeds else _TABLES
+            if start:
+                self._run(opening, _FIRST_BLOCK)
+            else:
+                first = opening
+        self._run(first, len(self._sections) if ends else _FIRST_BLOCK + stop)
+
+    def _run(self, first: int, last: int) -> None:
+        """Sections [first, last)."""
+        if first < last:
+            begin, end = self._sections[first].start, self._sections[last - 1].stop
+            launches = self._table_address + RECORD_BYTES * begin
+            self._team.run(launches, end - begin, self.step.address)
 
     def rows(self, buffer: Buffer, num_rows: int) -> memoryview:
         """The first rows of a buffer, as bytes."""

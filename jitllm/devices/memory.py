@@ -6,6 +6,9 @@ the span again once it is filled again.
 
 Memory is private to the process, or shared with others of its node: then a handle names a span, and
 `attach` maps it elsewhere. Shared memory is a file without a name: it ends with its last process.
+
+With $JITLLM_POISON set to 1, spans overwrite what is released and keep it, so that whoever reads it
+afterwards, or takes it for zeros, is found out. For tests: such memory never goes back.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
+from weakref import WeakValueDictionary
 
 from jitllm.errors import JitllmError
 from jitllm.units import format_size
@@ -27,6 +31,12 @@ from jitllm.units import format_size
 PAGE_BYTES = 4096
 """What a span is given back in, and what direct reads align to."""
 HUGE_PAGE_BYTES = 2 << 20
+
+POISON_VARIABLE = "JITLLM_POISON"
+POISON = 0xFF
+"""Each byte of memory that was released: NaN as f16, f32 and bf16, so also as the scale of a group
+of weights. Attention leaves out keys that no row sees by selection, never by a product, and so a
+NaN in what is still to be written of a page does no harm."""
 
 _MAP_NORESERVE = 0x4000  # Linux, the same on x86 and Arm; the mmap module has no name for it
 _MADV = {"release": 4, "huge": 14, "small": 15}  # MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE
@@ -38,6 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
@@ -101,16 +112,29 @@ class Handle:
 @contextmanager
 def attach(handle: Handle) -> Iterator[int]:
     """Within it, the address of a span in this process; in another one than its own, to be read
-    only. Raises `JitllmError` when it cannot be had here.
+    only. Whoever closes the span meanwhile leaves zeros there, and the address stays good. Raises
+    `JitllmError` when it cannot be had here.
     """
     if handle.pid == os.getpid():
-        yield handle.address
+        with _own_view(handle):
+            yield handle.address
         return
     address, num_bytes = _map_foreign(handle), max(round_up(handle.num_bytes), PAGE_BYTES)
     try:
         yield address
     finally:
         _libc.munmap(address, num_bytes)
+
+
+def _own_view(handle: Handle) -> memoryview:
+    """What keeps the pages of a span of this process mapped."""
+    span = _spans.get(handle.address)
+    try:
+        if span is not None:
+            return span.view()
+    except ValueError:  # it is being closed
+        pass
+    raise JitllmError(f"no view of {format_size(handle.num_bytes)}: they were given back")
 
 
 def _map_foreign(handle: Handle) -> int:
@@ -137,6 +161,7 @@ class Span:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._is_closed = False
+        self._is_poisoned = os.environ.get(POISON_VARIABLE) == "1"
         try:
             self._map, self._skipped = self._reserve()
         except (OSError, OverflowError) as error:
@@ -146,6 +171,7 @@ class Span:
             ) from error
         self.address = _start_of(self._map) + self._skipped
         """Of the first byte; it never changes."""
+        _spans[self.address] = self
         # A huge page that reaches past the end of a block would take more than the block is
         # charged for, so nothing becomes one unasked.
         self._advise("small", 0, num_bytes)
@@ -177,19 +203,27 @@ class Span:
         return memoryview(self._map)[self._skipped + offset : self._skipped + stop]
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give the pages of `[offset, offset + num_bytes)` back; they read as zeros again.
+        """Give the pages of `[offset, offset + num_bytes)` back; what they hold is lost.
 
         `offset` is a multiple of `PAGE_BYTES`; the last page goes back even when it is in part
-        beyond the range.
+        beyond the range. They read as zeros again, or as `POISON` where that is asked for.
         """
+        self._check(offset, num_bytes)
+        if self._is_poisoned:
+            _libc.memset(self.address + offset, POISON, round_up(num_bytes))
+        else:
+            self._give_back(offset, num_bytes)
+
+    def _give_back(self, offset: int, num_bytes: int) -> None:
         self._advise("release", offset, num_bytes)
 
     def close(self) -> None:
         """Give everything back; the address must not be used any more."""
         if self._is_closed:
             return
-        self.release(0, self.num_bytes)
+        self._give_back(0, self.num_bytes)
         self._is_closed = True
+        del _spans[self.address]
         # While somebody keeps a view there is an error, and the bare address space goes with it.
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -241,8 +275,8 @@ class SharedSpan(Span):
         """What names the span elsewhere."""
         return Handle(os.getpid(), self.address, self.num_bytes, self._fd)
 
-    def release(self, offset: int, num_bytes: int) -> None:
-        """See `Span.release`; nobody who attached sees the bytes any more."""
+    def _give_back(self, offset: int, num_bytes: int) -> None:
+        # Nobody who attached sees the bytes any more.
         self._check(offset, num_bytes)
         if num_bytes and _libc.fallocate(self._fd, _PUNCH_HOLE, offset, round_up(num_bytes)):
             code = ctypes.get_errno()
@@ -253,6 +287,10 @@ class SharedSpan(Span):
         if not self._is_closed:
             super().close()
             os.close(self._fd)
+
+
+# By address: what is mapped in this process, whoever asks. A handle names no object.
+_spans: WeakValueDictionary[int, Span] = WeakValueDictionary()
 
 
 def _start_of(mapping: mmap.mmap) -> int:

@@ -12,11 +12,15 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack, overload
 
-from jitllm.engine import EngineStats, Finish, Pages, Priority, Sampling, Usage
+from jitllm.engine import EngineStats, Finish, Moved, Pages, Priority, Sampling, Usage
 from jitllm.errors import UsageError, shown
+from jitllm.schedule.placement_map import Selection, parse_blocks, parse_map
 from jitllm.units import parse_size
+
+Blocks = str | Iterable[int]
+"""Blocks that are named one by one, or in a text like "0:9" or "3,5-7,head"."""
 
 Conversation = Sequence[Mapping[str, Any]]
 """Turns with a `role` and a `content`."""
@@ -148,12 +152,51 @@ class Handle(ABC):
     async def stats(self) -> EngineStats:
         """What the engine holds and did."""
 
-    @abstractmethod
-    async def place(self, *, maxmem: str | int) -> Pages:
-        """Change all memory that the model may take, while it works; returns what was reached.
+    async def move(self, blocks: Blocks, *, to: str, head: bool = False) -> Moved:
+        """Move blocks to a device while replies go on; returns what that took, once it is done.
 
-        maxmem: "12G", "512M", "400K", or bytes.
+        blocks: numbers, or a text: "0:9" without 9, "0-8" with 8, "head", or several with commas.
+        to: a device, or "host". head: the output head too. Raises UsageError for what can be no
+        blocks, JitllmError for a move that is refused; nothing has changed then.
         """
+        chosen = selected(blocks, head=head)
+        return await self._move(chosen, to)
+
+    @overload
+    async def place(self, *, maxmem: str | int) -> Pages: ...
+
+    @overload
+    async def place(self, placement: str, *, strict: bool = False) -> tuple[Moved, ...]: ...
+
+    async def place(
+        self,
+        placement: str | None = None,
+        *,
+        maxmem: str | int | None = None,
+        strict: bool = False,
+    ) -> Pages | tuple[Moved, ...]:
+        """Change where the blocks of the model are, or the memory that it may take.
+
+        placement: a map like "0-8=cpu:0,*=cpu:1!" to go to with as few moves as that takes; returns
+        what they took. What it does not name stays; what cannot be is in `stats().declines`, or
+        with `strict` an error that leaves everything as it was. maxmem: "12G", "512M", "400K", or
+        bytes; returns what was reached.
+        """
+        if placement is not None and maxmem is None:
+            parse_map(placement)
+            return await self._place(placement, strict)
+        if maxmem is None or placement is not None or strict:
+            raise UsageError("a placement or maxmem?", "give one of them")
+        return await self._set_budget(size_of(maxmem))
+
+    @abstractmethod
+    async def _move(self, chosen: Selection, to: str) -> Moved: ...
+
+    @abstractmethod
+    async def _place(self, placement: str, strict: bool) -> tuple[Moved, ...]: ...
+
+    @abstractmethod
+    async def _set_budget(self, num_bytes: int) -> Pages: ...
 
     @abstractmethod
     async def cancel(self, id: str) -> None:
@@ -187,6 +230,17 @@ def kind_of(prompt: Prompt) -> tuple[Conversation | None, str | Sequence[int]]:
     if len(prompt) not in (len(turns), len(ids)):
         raise UsageError("a prompt is a text, token ids, or the turns of a conversation")
     return turns or None, ids
+
+
+def selected(blocks: Blocks, *, head: bool = False) -> Selection:
+    """What somebody named. Raises UsageError for what can be no blocks."""
+    if isinstance(blocks, str):
+        chosen = parse_blocks(blocks, "blocks")
+        return Selection(chosen.blocks, chosen.head or head)
+    numbers = sorted(set(blocks))
+    if numbers and numbers[0] < 0:
+        raise UsageError(f"there is no block {numbers[0]}", "blocks count from 0")
+    return Selection(tuple(numbers), head)
 
 
 def size_of(maxmem: str | int) -> int:

@@ -20,7 +20,7 @@ from jitllm.api.models import Served
 from jitllm.api.sessions import Session, Sessions
 from jitllm.compose import Loaded
 from jitllm.config import EngineConfig
-from jitllm.engine import EngineStats, Pages, Request
+from jitllm.engine import EngineStats, Moved, Pages, Request
 from jitllm.errors import JitllmError, UsageError
 from jitllm.handle.base import (
     Asked,
@@ -32,6 +32,7 @@ from jitllm.handle.base import (
     kind_of,
     size_of,
 )
+from jitllm.schedule.placement_map import Selection
 
 _PATIENCE_S = 3600.0
 """A reply that takes longer for its next token is waited for again."""
@@ -88,9 +89,14 @@ class EmbeddedHandle(Handle):
         """See `Handle.stats`."""
         return await self.loaded.engine.stats()
 
-    async def place(self, *, maxmem: str | int) -> Pages:
-        """See `Handle.place`."""
-        return await self.loaded.engine.set_budget(size_of(maxmem))
+    async def _move(self, chosen: Selection, to: str) -> Moved:
+        return await self.loaded.engine.move(chosen.blocks, to, head=chosen.head)
+
+    async def _place(self, placement: str, strict: bool) -> tuple[Moved, ...]:
+        return await self.loaded.engine.place(placement, strict=strict)
+
+    async def _set_budget(self, num_bytes: int) -> Pages:
+        return await self.loaded.engine.set_budget(num_bytes)
 
     async def cancel(self, id: str) -> None:
         """See `Handle.cancel`."""

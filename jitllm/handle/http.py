@@ -5,15 +5,17 @@ Knows OpenAI's endpoints and our fields in them. Needs the standard library alon
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Unpack
 
-from jitllm.engine import EngineStats, Finish, Pages, Usage
+from jitllm.engine import DeviceUse, EngineStats, Finish, Moved, MoveTotals, Pages, Usage
 from jitllm.errors import JitllmError, UsageError
-from jitllm.handle.base import Asked, Handle, Prompt, Settings, TextDelta, kind_of, size_of
+from jitllm.handle.base import Asked, Handle, Prompt, Settings, TextDelta, kind_of
 from jitllm.remote import Server, at
+from jitllm.schedule.placement import HEAD, Decline, Placement, runs_text
+from jitllm.schedule.placement_map import Selection
 
 _NO_LIMIT = 2**31 - 1
 """Tokens: what is asked for where a request without a limit would get OpenAI's 16."""
@@ -63,13 +65,23 @@ class HttpHandle(Handle):
     async def stats(self) -> EngineStats:
         """See `Handle.stats`."""
         found: dict[str, Any] = (await self._server.get(at("models", self.name)))["stats"]
-        return EngineStats(pages=_pages(found.pop("pages")), **_known(EngineStats, found))
+        return _stats(found)
 
-    async def place(self, *, maxmem: str | int) -> Pages:
-        """See `Handle.place`."""
-        body = {"maxmem": size_of(maxmem)}
-        placed = await self._server.post(at("models", self.name, "placement"), body)
-        return _pages(placed["pages"])
+    async def _move(self, chosen: Selection, to: str) -> Moved:
+        move = {"blocks": _written(chosen), "to": to}
+        return _moved((await self._changed({"move": move}))["moved"][0])
+
+    async def _place(self, placement: str, strict: bool) -> tuple[Moved, ...]:
+        body = {"placement": placement, "strict": strict}
+        return tuple(map(_moved, (await self._changed(body))["moved"]))
+
+    async def _set_budget(self, num_bytes: int) -> Pages:
+        return _pages((await self._changed({"maxmem": num_bytes}))["pages"])
+
+    async def _changed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The placement, once `body` is done."""
+        placed: dict[str, Any] = await self._server.post(at("models", self.name, "placement"), body)
+        return placed
 
     async def cancel(self, id: str) -> None:
         """See `Handle.cancel`."""
@@ -129,6 +141,39 @@ def _costs(chunk: dict[str, Any], finish: Finish | None) -> tuple[Usage, Finish]
         ttft_s=queued_s + prefill_s,
     )
     return costs, Finish.CANCELLED if about["cancelled"] else finish or Finish.STOP
+
+
+def _written(chosen: Selection) -> str:
+    """As the control plane reads it. Raises UsageError for nothing."""
+    parts = ([runs_text(chosen.blocks)] if chosen.blocks else []) + [HEAD] * chosen.head
+    if not parts:
+        raise UsageError("no block is named", "name some, like 0:9, or head")
+    return ",".join(parts)
+
+
+def _stats(found: dict[str, Any]) -> EngineStats:
+    known = _known(EngineStats, found)
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "pages": _pages,
+        "placement": _placement,
+        "devices": lambda uses: tuple(DeviceUse(**_known(DeviceUse, use)) for use in uses),
+        "declines": lambda declines: tuple(Decline(**_known(Decline, d)) for d in declines),
+        "move_totals": lambda totals: MoveTotals(**_known(MoveTotals, totals)),
+        "last_move": lambda moved: moved and _moved(moved),
+        "lost": tuple,
+    }
+    made = {name: make(known[name]) for name, make in kinds.items() if name in known}
+    return EngineStats(**known | made)
+
+
+def _placement(found: dict[str, Any]) -> Placement:
+    known = _known(Placement, found)
+    marks = {name: frozenset(known[name]) for name in ("pinned", "streamed")}
+    return Placement(**known | marks | {"blocks": tuple(known["blocks"])})
+
+
+def _moved(found: dict[str, Any]) -> Moved:
+    return Moved(**_known(Moved, found))
 
 
 def _pages(found: dict[str, Any]) -> Pages:

@@ -8,10 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
-from jitllm.engine import EngineStats, Pages
-from jitllm.handle.base import Completion, Conversation, Handle, Prompt, Settings, TextDelta
+from jitllm.engine import EngineStats, Moved, Pages
+from jitllm.handle.base import (
+    Blocks,
+    Completion,
+    Conversation,
+    Handle,
+    Prompt,
+    Settings,
+    TextDelta,
+)
 
 T = TypeVar("T")
 
@@ -52,9 +60,20 @@ class SyncHandle:
         """See `Handle.stats`."""
         return self._run(self._handle.stats())
 
-    def place(self, *, maxmem: str | int) -> Pages:
+    def move(self, blocks: Blocks, *, to: str, head: bool = False) -> Moved:
+        """See `Handle.move`."""
+        return self._run(self._handle.move(blocks, to=to, head=head))
+
+    @overload
+    def place(self, *, maxmem: str | int) -> Pages: ...
+
+    @overload
+    def place(self, placement: str, *, strict: bool = False) -> tuple[Moved, ...]: ...
+
+    def place(self, *placement: Any, **choices: Any) -> Pages | tuple[Moved, ...]:
         """See `Handle.place`."""
-        return self._run(self._handle.place(maxmem=maxmem))
+        placed: Pages | tuple[Moved, ...] = self._run(self._handle.place(*placement, **choices))
+        return placed
 
     def cancel(self, id: str) -> None:
         """See `Handle.cancel`."""

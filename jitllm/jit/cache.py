@@ -1,9 +1,9 @@
 """Compiled kernels on disk, per user.
 
 An entry is named by everything that its code depends on: the emitters' source, the LLVM version,
-the tier's features, the kernel's constants. It is written by rename and carries its own hash, so
-a damaged, truncated or foreign entry reads as absent and is compiled again. What nobody has loaded
-for a month goes when something is stored.
+the tier's features, the kernel's constants (a GPU's: see `slang.py`). It is written by rename and
+carries its own hash, so a damaged, truncated or foreign entry reads as absent and is compiled
+again. What nobody has loaded for a month goes when something is stored.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from jitllm.jit.tiers import Tier
 from jitllm.kernels.op import KernelSpec
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+
+_NOT_EMITTERS = ("reference.py", "gpu.py", "slang.py", "slang_child.py")
 
 UNUSED_S = 30 * 24 * 3600
 """Seconds after its last load that an entry is kept."""
@@ -46,11 +48,15 @@ def emitters_fingerprint() -> str:
 
     digest = xxhash.xxh3_128()
     files = [*_PACKAGE.glob("kernels/**/*.py"), *_PACKAGE.glob("jit/*.py")]
-    for path in sorted(p for p in files if p.name != "reference.py"):
+    for path in sorted(p for p in files if p.name not in _NOT_EMITTERS):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode())
         digest.update(path.read_bytes())
     digest.update(f"{llvmlite.__version__} {platform.machine()} {platform.system()}".encode())
     return digest.hexdigest()
+
+
+def _key(tier: Tier, spec: KernelSpec) -> str:
+    return f"{emitters_fingerprint()} {tier} {spec}"
 
 
 class ObjectCache:
@@ -60,16 +66,23 @@ class ObjectCache:
         self.directory = directory
         self._is_swept = False
 
-    def _path(self, tier: Tier, spec: KernelSpec) -> Path | None:
+    def _path(self, op: str, key: str) -> Path | None:
         if self.directory is None:
             return None
-        key = f"{emitters_fingerprint()} {tier} {spec}"
         name = xxhash.xxh3_128_hexdigest(key.encode())
-        return self.directory / "objects" / f"{spec.op}-{name}.o"
+        return self.directory / "objects" / f"{op}-{name}.o"
 
     def load(self, tier: Tier, spec: KernelSpec) -> bytes | None:
-        """The object code, or None when it is absent or damaged."""
-        path = self._path(tier, spec)
+        """The object code of a tier's kernel, or None when it is absent or damaged."""
+        return self.read(spec.op, _key(tier, spec))
+
+    def store(self, tier: Tier, spec: KernelSpec, code: bytes) -> None:
+        """Keep object code. A full or read-only disk only costs the next start time."""
+        self.write(spec.op, _key(tier, spec), code)
+
+    def read(self, op: str, key: str) -> bytes | None:
+        """What was written under a key that names all that it depends on, or None."""
+        path = self._path(op, key)
         if path is None:
             return None
         try:
@@ -81,9 +94,9 @@ class ObjectCache:
         digest, code = data[:16], data[16:]
         return code if code and xxhash.xxh3_128_digest(code) == digest else None
 
-    def store(self, tier: Tier, spec: KernelSpec, code: bytes) -> None:
-        """Keep object code. A full or read-only disk only costs the next start time."""
-        path = self._path(tier, spec)
+    def write(self, op: str, key: str, code: bytes) -> None:
+        """Keep code under such a key, by rename; errors of the disk are passed over."""
+        path = self._path(op, key)
         if path is None:
             return
         try:

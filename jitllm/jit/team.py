@@ -8,6 +8,7 @@ so the GIL is let go once per run and never handed around. Knows launch records
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from typing import Any, Self
@@ -27,7 +28,10 @@ class Team:
     Close it, or use it in a `with`; a team that is forgotten closes itself, at exit at the latest.
     """
 
-    def __init__(self, threads: int, compiler: Compiler) -> None:
+    def __init__(
+        self, threads: int, compiler: Compiler, cpus: frozenset[int] = frozenset()
+    ) -> None:
+        """cpus: the logical CPUs that the threads keep to; empty for any."""
         addresses = compiler.build([_RUN, _WORKER])
         word = ctypes.c_int64
         self.threads = threads
@@ -51,6 +55,8 @@ class Team:
         self._close = weakref.finalize(self, _close, *end)
         for thread in workers:
             thread.start()
+            if cpus and thread.native_id is not None:
+                os.sched_setaffinity(thread.native_id, cpus)
 
     def run(self, launches: int, num_launches: int, ctx: int) -> bool:
         """Run a table of launch records at an address, in order, with the step context at `ctx`.

@@ -1,5 +1,7 @@
 """How many threads are ours: physical cores of the CPU mask, and the CPU quota of the cgroups.
 
+Also how they share Python's interpreter.
+
 Knows /sys and /proc of Linux; elsewhere every logical CPU counts as a core.
 """
 
@@ -7,10 +9,22 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a Python thread may keep the interpreter from a step that comes back from native code.
+
+Beside one busy thread a native step of 10 ms takes 15 ms at Python's own 5 ms, 10.7 ms at this.
+"""
+
+
+def let_steps_in() -> None:
+    """For a process in which steps run beside other Python code: they wait for it hardly at all."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def default_threads(root: Path = ROOT) -> int:

@@ -7,7 +7,8 @@ An op is a frozen dataclass in `kernels/<op>/__init__.py`; its docstring is the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Protocol
 
@@ -54,13 +55,23 @@ PAGES = Buffer("pages", 0)
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A tensor of the container: a matrix [rows, cols] in its format's tiles, or, with `rows` 0, a
-    plain f32 vector of `cols` elements (norms, biases). `block` is None in the dense region."""
+    plain f32 vector of `cols` elements (norms, biases). `block` is None in the dense region.
+
+    experts: there are so many such matrices, one for each expert; 0 for a single one. They may lie
+    apart: `of_expert` names one of them, and only that has an address.
+    """
 
     role: str
     block: int | None
     format: FormatCode
     rows: int
     cols: int
+    experts: int = 0
+    expert: int | None = None
+
+    def of_expert(self, expert: int) -> Weight:
+        """The matrix of one expert."""
+        return replace(self, experts=0, expert=expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +161,12 @@ class Launch:
     factor: int
     args: tuple[int, ...]
     barrier: bool = True
+
+
+def f32_bits(number: float) -> int:
+    """A float as an argument word: its bits as f32, in the low half."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    return int(bits)
 
 
 class Env(Protocol):

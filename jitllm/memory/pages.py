@@ -1,32 +1,38 @@
 """KV pages of one device: which sequences hold which, and the tables that kernels read.
 
-A page set holds one page of every block of the device for the same positions of a sequence; it is
-the unit that is taken and given back. A set that is full is never written again, so sequences that
+A page set has a page of every block of the model for the same positions of a sequence; it is the
+unit that is taken and given back. A set that is full is never written again, so sequences that
 begin alike share it, and it is kept for those to come (`jitllm.memory.prefix`) until its room is
-needed. Pages are virtual until they are written, so a set costs what it holds. Knows addresses and
-counts. Knows no tensors, no sequences' tokens, no budget.
+needed. Pages are virtual until they are written. A block's pages in all sets are its *column*; only
+the columns of some blocks are held here, and a set costs what those take. When a block comes, its
+column is held while its history comes in (`jitllm.memory.arrivals`); when it goes, the column is
+dropped. Knows addresses and counts. Knows no tensors, no sequences' tokens, no budget.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jitllm.memory.arrivals import Arrivals
+from jitllm.memory.columns import Columns
 from jitllm.memory.prefix import PrefixIndex
-
-_ALIGN = 64
 
 # every set is one of
 #   free    nobody holds it, its memory is given back
 #   held    in the tables of one sequence or more; in the index too, once it is full
 #   idle    in the index only
+# a held set may lack positions of columns that are on their way; then it is not in the index
 
 
 @dataclass(slots=True)
 class Table:
-    """A sequence's ordered page sets. `entries` is what kernels read: u64 [sets][blocks]."""
+    """A sequence's ordered page sets. `entries` is what kernels read: u64 [sets][blocks].
+
+    It has an entry for every block, also for those whose column is not held.
+    """
 
     entries: array[int]
     sets: list[int] = field(default_factory=list)
@@ -40,8 +46,10 @@ class Table:
 class KvPages:
     """The page sets of a device.
 
-    page_bytes: bytes of one page of each block. base: address of `capacity` sets of virtual
-    memory. release(offset, length) gives memory under freed sets back to the system.
+    page_bytes: bytes of one page of each block. base: address of `capacity` sets of virtual memory,
+    `Columns.stride_bytes` each. release(offset, length) gives memory in it back to the system.
+    columns: the blocks whose columns are held, by default all. set_bytes: what a set takes of
+    memory.
     """
 
     def __init__(
@@ -51,26 +59,34 @@ class KvPages:
         page_tokens: int,
         capacity: int,
         release: Callable[[int, int], None],
+        columns: Iterable[int] | None = None,
     ) -> None:
         self.page_tokens = page_tokens
         self.capacity = capacity
         self._base = base
         self._release = release
-        self._offsets = array("Q")
-        offset = 0
-        for size in page_bytes:
-            self._offsets.append(offset)
-            offset += -(-size // _ALIGN) * _ALIGN
-        self.set_bytes = set_bytes(page_bytes)
+        self._all = Columns(page_bytes)
+        self._hold_only(range(len(self._all)) if columns is None else columns)
         self._free = list(range(capacity - 1, -1, -1))
         self._tables: dict[int, Table] = {}
         self._holders: Counter[int] = Counter()
         self._index = PrefixIndex()
+        self._arrivals = Arrivals(page_tokens)
+
+    @property
+    def columns(self) -> frozenset[int]:
+        """The blocks whose columns are held."""
+        return self._columns
 
     @property
     def num_free(self) -> int:
         """Sets that a sequence can take: free ones, and those that would be given up for it."""
         return len(self._free) + self._index.num_idle
+
+    @property
+    def num_held(self) -> int:
+        """Pages, of all columns, that sequences hold; one that several hold counts once."""
+        return len(self._holders) * len(self._columns)
 
     @property
     def held_bytes(self) -> int:
@@ -90,7 +106,7 @@ class KvPages:
         """
         if sequence in self._tables:
             raise ValueError(f"sequence {sequence} has a page table already")
-        slots = self.num_sets(max_tokens) * len(self._offsets)
+        slots = self.num_sets(max_tokens) * len(self._all)
         table = self._tables[sequence] = Table(array("Q", bytes(8 * slots)))
         for page_set in self._index.find(digests):
             if page_set not in self._holders:
@@ -108,12 +124,19 @@ class KvPages:
         for _ in range(need):
             if not self._free:
                 self._reclaim()
-            self._append(table, self._free.pop())
+            page_set = self._free.pop()
+            self._arrivals.take(page_set)
+            self._append(table, page_set)
         return True
 
     def publish(self, sequence: int, index: int, digest: bytes) -> None:
-        """The set at `index` of a sequence's table is full; `digest` names what it holds."""
-        self._index.publish(digest, self._tables[sequence].sets[index])
+        """The set at `index` of a sequence's table is full; `digest` names what it holds.
+
+        Nothing happens while it lacks something, nor when it was published before.
+        """
+        page_set = self._tables[sequence].sets[index]
+        if page_set not in self._arrivals:
+            self._index.publish(digest, page_set)
 
     def num_sets(self, num_tokens: int) -> int:
         """Sets that so many positions need."""
@@ -126,6 +149,14 @@ class KvPages:
     def table_address(self, sequence: int) -> int:
         """Address of a sequence's entries."""
         return self._tables[sequence].address
+
+    def page(self, sequence: int, index: int, column: int) -> int:
+        """Address of a block's page at `index` of a sequence's table. Raises `ValueError` where
+        there is none."""
+        table = self._tables[sequence]
+        if column not in self._columns or not 0 <= index < len(table.sets):
+            raise ValueError(f"sequence {sequence} has no page {index} of block {column}")
+        return table.entries[index * len(self._all) + column]
 
     def close(self, sequence: int) -> None:
         """Give a sequence's sets back. Unknown sequences hold nothing."""
@@ -148,10 +179,71 @@ class KvPages:
         while self.idle_bytes > max_idle_bytes:
             self._reclaim()
 
+    # --- columns that come and go ------------------------------------------------------------
+    #
+    # A column on its way is computed elsewhere, and sequences go on meanwhile. Of each of them
+    #   [0, missing)           is there
+    #   [missing, computed)    has to be filled in, at the latest between two steps
+    #   [computed, ...)        is computed elsewhere until `adopt`, and here from then on
+
+    def hold(self, columns: Iterable[int]) -> None:
+        """Hold these columns too. They are on their way from now on.
+
+        Every set lacks them, those that are taken later as well, until their positions are filled
+        in or the columns adopted. Sets that sequences shared, or that were kept for others, are
+        not found any more. Columns that are held already stay as they are.
+        """
+        added = self._all.checked(columns) - self._columns
+        if not added:
+            return
+        for page_set in self._index.clear():
+            self._give_back(page_set)
+        self._hold_only(self._columns | added)
+        self._arrivals.expect(added, self._holders)
+
+    def missing(self, sequence: int) -> int:
+        """The first position of a sequence that columns on their way lack.
+
+        Where nothing is lacking it is the first one beyond the table.
+        """
+        return self._arrivals.missing(self._tables[sequence].sets)
+
+    def fill(self, sequence: int, stop: int) -> None:
+        """Positions of a sequence below `stop` are filled in, in all columns on their way."""
+        self._arrivals.fill(self._tables[sequence].sets, stop)
+
+    def adopt(self, columns: Iterable[int]) -> None:
+        """These columns are computed here from now on.
+
+        All positions that exist have to be filled in before: what is still to come of a set is
+        written by steps of this device. Columns that were not on their way stay as they are.
+        """
+        self._arrivals.end(columns)
+
+    def drop(self, columns: Iterable[int]) -> None:
+        """Give the memory of these columns back, also when they are still on their way.
+
+        What is shared or kept stays good for the columns that remain. Columns that are not held
+        are passed over.
+        """
+        dropped = self._columns.intersection(columns)
+        runs = list(self._all.runs(dropped))
+        for page_set in (*self._holders, *self._index.idle()):
+            self._release_runs(page_set, runs)
+        self._arrivals.end(dropped)
+        self._hold_only(self._columns - dropped)
+
+    def _hold_only(self, columns: Iterable[int]) -> None:
+        self._columns = self._all.checked(columns)
+        self.set_bytes = self._all.num_bytes(self._columns)
+        self._held_runs = list(self._all.runs(self._columns))
+
+    # --- sets ----------------------------------------------------------------------------------
+
     def _append(self, table: Table, page_set: int) -> None:
-        start = self._base + page_set * self.set_bytes
-        at = len(table.sets) * len(self._offsets)
-        entries = array("Q", [start + offset for offset in self._offsets])
+        start = self._base + page_set * self._all.stride_bytes
+        at = len(table.sets) * len(self._all)
+        entries = array("Q", [start + offset for offset in self._all.offsets])
         table.entries[at : at + len(entries)] = entries
         table.sets.append(page_set)
         self._holders[page_set] += 1
@@ -162,20 +254,23 @@ class KvPages:
         self._give_back(page_set)
 
     def _give_back(self, page_set: int) -> None:
-        self._release(page_set * self.set_bytes, self.set_bytes)
+        self._release_runs(page_set, self._held_runs)
+        self._arrivals.forget(page_set)
         self._free.append(page_set)
 
+    def _release_runs(self, page_set: int, runs: Iterable[tuple[int, int]]) -> None:
+        for offset, length in runs:
+            self._release(page_set * self._all.stride_bytes + offset, length)
+
     def check(self) -> None:
-        """Every set is free, held or idle; tables, counts and index agree."""
+        """Every set is free, held or idle; tables, counts, index and arrivals agree."""
         self._index.check()
         held = Counter(s for table in self._tables.values() for s in table.sets)
         assert held == self._holders, (held, self._holders)
         idle = self._index.idle()
         assert sorted([*held, *idle, *self._free]) == list(range(self.capacity))
         assert all(s in held or s in idle or s not in self._index for s in range(self.capacity))
-
-
-def set_bytes(page_bytes: Sequence[int]) -> int:
-    """Bytes of one page set: every block's page, aligned; whole system pages in all."""
-    total = sum(-(-size // _ALIGN) * _ALIGN for size in page_bytes)
-    return -(-total // 4096) * 4096
+        self._arrivals.check()
+        assert self._arrivals.columns <= self._columns
+        assert self._arrivals.sets <= held.keys()
+        assert not any(s in self._index for s in self._arrivals.sets), "others would find it"

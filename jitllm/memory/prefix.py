@@ -59,7 +59,7 @@ class PrefixIndex:
 
     def publish(self, digest: bytes, page_set: int) -> None:
         """A set that a sequence holds is full. The first one of a digest is kept, no other."""
-        if digest not in self._sets:
+        if digest not in self._sets and page_set not in self._digests:
             self._sets[digest] = page_set
             self._digests[page_set] = digest
 
@@ -88,6 +88,13 @@ class PrefixIndex:
         page_set, _ = self._idle.popitem(last=False)
         del self._sets[self._digests.pop(page_set)]
         return page_set
+
+    def clear(self) -> frozenset[int]:
+        """Forget all sets; those that were idle, which nobody keeps any more."""
+        idle = self.idle()
+        for known in (self._sets, self._digests, self._idle):
+            known.clear()
+        return idle
 
     def idle(self) -> frozenset[int]:
         """All idle sets."""

@@ -1,19 +1,23 @@
 """The memory that a model's weights are read into: the dense region, and a place for each block.
 
 Knows extents, spans and addresses. Knows no budget and no order of use. All blocks lie in one
-reservation, each at an address that never changes: an absent block has addresses and no memory.
+reservation, each at an address that never changes: an absent block has addresses and no memory. A
+block comes with all its experts, which lie behind it as in the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
 from jitllm.devices.memory import HUGE_PAGE_BYTES, Handle, Memory, round_up
+from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container
-from jitllm.formats.reader import Reader
+from jitllm.formats.jlm_head import runs
+from jitllm.formats.reader import Reader, Sums
 
 
 class Weights:
@@ -29,15 +33,15 @@ class Weights:
         be opened.
         """
         self._dense = container.header.dense
-        self._extents = container.header.blocks
+        self._runs = runs(container.header.blocks, container.header.experts)
         self.dense_bytes = round_up(self._dense.length)
         """What the dense region takes."""
-        self.block_bytes = tuple(extent.length for extent in self._extents)
+        self.block_bytes = tuple(Sums(extents).length for extents in self._runs)
         """What each block uses while it is there, without the rest of its last page: a budget of
         so many times the largest extent holds so many blocks."""
         self._frame_bytes = tuple(map(round_up, self.block_bytes))
         self._offsets, total = _lay_out(self._frame_bytes)
-        self._is_verified = bytearray(len(self._extents))
+        self._is_verified = bytearray(len(self._runs))
         with ExitStack() as owned:
             self.reader = owned.enter_context(Reader(container.path, direct=direct))
             self._dense_span = owned.enter_context(memory.reserve(self.dense_bytes))
@@ -62,26 +66,53 @@ class Weights:
         return self._offsets
 
     def read_dense(self) -> None:
-        """Bring the dense region in. Raises `PageError`."""
-        self.reader.read_extent(self._dense, self._dense_span.view())
-
-    def read_block(self, block: int) -> None:
-        """Bring `block` in; the first time, its checksum is compared.
-
-        Raises `PageError`; the block has no memory then.
-        """
-        view = self._span.view(self._offsets[block], self._frame_bytes[block])
-        verify = not self._is_verified[block]
+        """Bring the dense region in. Raises `PageError`; it has no memory then."""
         try:
-            self.reader.read_extent(self._extents[block], view, verify=verify)
+            self.reader.read_extent(self._dense, self._dense_span.view())
         except BaseException:
-            self.release(block)
+            self.release_dense()
             raise
-        self._is_verified[block] = True
+
+    def read_block(self, block: int, pieces: Iterable[range] | None = None) -> None:
+        """Bring `block` in, at once or in `pieces`; the first time, its checksum is compared.
+
+        Raises `PageError`, or what `pieces` raises; the block has no memory then.
+        """
+        verify = not self._is_verified[block]
+        with self._filling(block) as view:
+            self.reader.read_run(self._runs[block], view, verify=verify, pieces=pieces)
+
+    def copy_block(self, block: int, address: int, pieces: Iterable[range]) -> None:
+        """Bring `block` in, in `pieces`, from `address`, where another one's frame of it lies.
+
+        Its checksum is compared every time: who owns the frame may have given it up meanwhile.
+        Raises `JitllmError` then, or what `pieces` raises; the block has no memory then.
+        """
+        into, sums = self._span.address + self._offsets[block], Sums(self._runs[block])
+        with self._filling(block) as view:
+            for piece in pieces:
+                ctypes.memmove(into + piece.start, address + piece.start, len(piece))
+                sums.update(piece.start, view[piece.start : piece.stop])
+            if sums.wrong():
+                raise JitllmError(f"the frame of block {block} changed while it was copied")
+
+    def release_dense(self) -> None:
+        """Give the memory of the dense region back to the system."""
+        self._dense_span.release(0, self.dense_bytes)
 
     def release(self, block: int) -> None:
         """Give the memory of `block` back to the system."""
         self._span.release(self._offsets[block], self._frame_bytes[block])
+
+    @contextmanager
+    def _filling(self, block: int) -> Iterator[memoryview]:
+        """The memory of `block`, which holds what it should in the end, or is given back."""
+        try:
+            yield self._span.view(self._offsets[block], self._frame_bytes[block])
+        except BaseException:
+            self.release(block)
+            raise
+        self._is_verified[block] = True
 
     def close(self) -> None:
         """Give file and memory back; no address may be used any more."""

@@ -101,7 +101,7 @@ def spans(
 def goes_on(spans: Seq[Span], running: Seq[Sequence], waiting: Seq[Sequence]) -> bool:
     """Whether the next step is this one again with the tokens that it samples.
 
-    Unless a sequence ends, which the device sees by itself, or somebody comes or goes meanwhile.
+    Until a sequence ends, which the device sees by itself, or somebody comes or goes.
     """
     return (
         not waiting

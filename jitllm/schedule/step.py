@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,3 +58,12 @@ class SpanResult:
     prompt_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+def following(spans: Sequence[Span], results: Sequence[SpanResult]) -> tuple[Span, ...]:
+    """The step after one that sampled for every span: the same with the tokens that came."""
+    return tuple(
+        Span(span.sequence, span.stop, (result.token,), SpanOutputs.LAST, sample=True)
+        for span, result in zip(spans, results, strict=True)
+        if result.token is not None
+    )

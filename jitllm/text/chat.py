@@ -1,24 +1,21 @@
 """Chat templates: a conversation becomes the text that a model was trained to go on with.
 
-Knows jinja2 and the places where templates are published. Knows no tokens: BOS and EOS are texts
-here. A template comes with a model, from a stranger: it runs in jinja2's sandbox, may not multiply
-its way to a huge string, and its errors are ours.
+Knows what templates expect, and the places where they are published. Knows no tokens: BOS and EOS
+are texts here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
-from jitllm.errors import BadSource, JitllmError, UsageError
-
-if TYPE_CHECKING:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jitllm.errors import BadSource, UsageError
+from jitllm.text.sandbox import Sandbox
 
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else a template knows (`tool_calls`, ..)."""
@@ -27,13 +24,11 @@ DEFAULT = "default"
 """The name of a template that has none."""
 
 _MAX_FILE_BYTES = 16 << 20
-_MAX_PRODUCT = 1 << 20
 _IN_FOLDER = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-_REMEDY = "convert the model again with another one: -chat-template FILE"
 
 
 class ChatTemplate:
-    """One template, compiled.
+    """One template, compiled, in a process of its own.
 
     `bos` and `eos` are the texts of those tokens. Raises `JitllmError` if it is no template.
     """
@@ -45,20 +40,10 @@ class ChatTemplate:
         eos: str = "",
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        from jinja2 import TemplateSyntaxError
-
-        self._variables = {
-            "bos_token": bos,
-            "eos_token": eos,
-            "strftime_now": lambda pattern: now().strftime(pattern),
-        }
-        try:
-            self._template = _environment().from_string(source)
-        except TemplateSyntaxError as error:
-            problem = f"the chat template is wrong in line {error.lineno}: {error.message}"
-            raise JitllmError(problem, _REMEDY) from error
-        except Exception as error:  # constants are computed while compiling
-            raise JitllmError(f"the chat template is wrong: {error}", _REMEDY) from error
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._now = now
+        self._sandbox = Sandbox(source)
+        self._turn = asyncio.Lock()
 
     def render(
         self,
@@ -73,19 +58,17 @@ class ChatTemplate:
         `add_generation_prompt`: ends where the assistant begins to speak. Further `variables` are
         what the template defines (`enable_thinking`, ..). Raises `UsageError` when the template
         refuses the conversation (a role it does not know, an order it forbids), `JitllmError` when
-        it fails.
+        it fails, or takes more time or memory than any text should.
         """
-        values = self._variables | variables
-        values |= {"messages": messages, "tools": tools}
+        values = self._tokens | variables
+        values |= {"messages": messages, "tools": tools, "now": self._now().isoformat()}
         values["add_generation_prompt"] = add_generation_prompt
-        try:
-            return self._template.render(values)
-        except _RefusedError as error:
-            raise UsageError(f"the chat template refuses these messages: {error}") from error
-        except Exception as error:  # whatever a stranger's template may do
-            raise JitllmError(
-                f"the chat template failed: {type(error).__name__}: {error}", _REMEDY
-            ) from error
+        return self._sandbox.render(values)
+
+    async def rendered(self, messages: Sequence[Message]) -> str:
+        """As `render`, beside an event loop; conversations that wait for others take no thread."""
+        async with self._turn:
+            return await asyncio.to_thread(self.render, messages)
 
 
 def pick_template(templates: Mapping[str, str], name: str = DEFAULT) -> str:
@@ -159,71 +142,3 @@ def _read_text(path: Path) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadSource(path, "this is no UTF-8 text") from error
-
-
-class _RefusedError(Exception):
-    """`raise_exception` in a template."""
-
-
-def _refuse(message: object) -> NoReturn:
-    raise _RefusedError(str(message))
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As templates expect it: not escaped for HTML, which is what jinja2's own does."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-@cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Made at the first template: jinja2 is not imported before."""
-    from jinja2.ext import Extension
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
-    from jinja2.runtime import Context
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks what the assistant said, for training; here it is just text."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-            if _product_size(operator, left, right) > _MAX_PRODUCT:
-                raise OverflowError(f"{operator} makes more than {_MAX_PRODUCT} characters or bits")
-            return super().call_binop(context, operator, left, right)
-
-    environment = Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", Generation],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment
-
-
-def _product_size(operator: str, left: object, right: object) -> int:
-    """Characters, items or bits of a product or power; 0 where it cannot grow."""
-    if isinstance(left, Sized) and isinstance(right, int):
-        return len(left) * right
-    if isinstance(right, Sized) and isinstance(left, int):
-        return len(right) * left
-    if isinstance(left, int) and isinstance(right, int) and operator == "**":
-        return left.bit_length() * right
-    return 0

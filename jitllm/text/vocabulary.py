@@ -79,7 +79,7 @@ class VocabularyData:
         return plain | {"stop_ids": list(self.stop_ids)}
 
     @classmethod
-    def from_plain(cls, plain: object, path: AnyPath = "the container") -> Self:
+    def from_plain(cls, plain: object, path: AnyPath) -> Self:
         """What `to_plain` gave. Raises `BadContainer` (with `path`) for anything else."""
         try:
             if not isinstance(plain, dict):

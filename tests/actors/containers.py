@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from jitllm.formats.jlm_head import Extent
+from jitllm.formats.jlm_head import ExpertExtent, Extent
 
 PAGE = 4096
 
@@ -18,6 +18,7 @@ PAGE = 4096
 class FakeHeader:
     dense: Extent
     blocks: tuple[Extent, ...]
+    experts: tuple[ExpertExtent, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import assert_never
 
-from actors.actor import Actor
+from actors.actor import Actor, Ref
 from actors.messages import (
     Close,
     Cut,
@@ -18,14 +17,27 @@ from actors.messages import (
     DeviceStatsRequest,
     Open,
     Opened,
+    Own,
     Recall,
     Refused,
+    SetBudget,
     Shrink,
     Step,
     StepDone,
+    Steps,
 )
+from actors.parts import Parts
+from actors.route import Route, Site
 from jitllm.memory.prefix import reusable
+from jitllm.schedule.placement import Placement
 from jitllm.schedule.step import Span, SpanResult
+
+NAME = "cpu:0"
+
+
+def route_to(device: Ref) -> Route:
+    """A model of two blocks on one device, which is its own pager too."""
+    return Route({NAME: Site(device, device)}, Placement.all_on(NAME, 2), 1 << 30)
 
 
 @dataclass
@@ -44,7 +56,7 @@ class NullDevice(Actor):
     known: dict[bytes, int] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
-    async def receive(self, message: DeviceMessage) -> object:
+    async def receive(self, message: DeviceMessage | SetBudget) -> object:
         """See `actors.messages`."""
         match message:
             case Open():
@@ -54,12 +66,15 @@ class NullDevice(Actor):
                 return None
             case Step():
                 return await self._step(message)
-            case Cut() | Recall() | Shrink():
+            case Steps():
+                return await self._steps(message)
+            case Cut() | Recall() | Shrink() | Own() | SetBudget():
                 return None
             case DeviceStatsRequest():
-                return DeviceStats(sum(self.promised.values()), 0, 0, 1, "null", 1 << 20, 0, 0.0)
+                kv_bytes = sum(self.promised.values())
+                return DeviceStats(kv_bytes, 0, 0, 1, 0, 1, "null", 1 << 20, 0, 0.0)
             case _:
-                assert_never(message)
+                raise NotImplementedError(message)
 
     def _open(self, message: Open) -> Opened | Refused:
         room = self.room - sum(self.promised.values())
@@ -73,6 +88,13 @@ class NullDevice(Actor):
         names = reusable(message.tokens, self.page_tokens)
         hits = next((i for i, name in enumerate(names) if name not in self.known), len(names))
         return Opened(message.sequence, hits * self.page_tokens)
+
+    async def _steps(self, message: Steps) -> Parts[object]:
+        """One step at a time: whoever watches the steps of this device sees every one."""
+        steps: Parts[object] = Parts()
+        steps.put(await self.receive(message.first))
+        steps.end()
+        return steps
 
     async def _step(self, message: Step) -> StepDone:
         if self.gate is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.mailbox import Lost
-from actors.messages import Close, DeviceMessage, Open, Step, StepDone
+from actors.messages import Close, DeviceMessage, Open, Step, StepDone, Steps
 from actors.scheduler import MAX_LOSSES
 from jitllm.engine import Finish, Outputs, Request
 from jitllm.schedule.step import SpanOutputs, SpanResult
@@ -35,6 +35,8 @@ class MortalDevice(NullDevice):
 
     async def receive(self, message: DeviceMessage) -> object:
         """See `actors.messages`."""
+        if isinstance(message, Steps):
+            return await self._steps(message)
         dies = self.dies(message)
         reply: Any = None
         if not dies or self.late:

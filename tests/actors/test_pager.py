@@ -84,9 +84,9 @@ async def stats(pager: LocalRef) -> PagerStats:
     return await pager.ask(PagerStatsRequest())
 
 
-async def scan(pager: LocalRef, num_blocks: int = 12) -> list[tuple[int, int]]:
-    """One forward pass; the leases it took."""
-    start, leases = 0, []
+async def scan(pager: LocalRef, num_blocks: int = 12, first: int = 0) -> list[tuple[int, int]]:
+    """One forward pass of blocks `[first, num_blocks)`; the leases it took."""
+    start, leases = first, []
     while start < num_blocks:
         lease = await pager.ask(Acquire(start, num_blocks))
         assert start == lease.start < lease.stop <= num_blocks

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from actors.carry import Carrier, Frame, Frames, Kind
 from actors.client import Client
 from actors.local import LocalRef, Runtime
-from actors.messages import SchedulerStats, SchedulerStatsRequest
+from actors.messages import SchedulerStats, SchedulerStatsRequest, Submit
+from actors.route import Site
 from actors.scheduler import Scheduler
+from actors.transport import Session
 from jitllm.engine import Delta, Finish, Priority, Request
 from jitllm.errors import QueueFull
 from jitllm.schedule.plan import Budget
 from jitllm.schedule.sequence import MAX_PASSED
-from tests.actors.null_device import NullDevice
+from tests.actors.null_device import NAME, NullDevice, route_to
 
 BUDGET = Budget(rows=4, tokens=64, outputs=4)
 VOCAB = 1000
@@ -31,13 +35,13 @@ async def scheduling(
     async with Runtime(strict=strict) as runtime:
         there = await runtime.spawn(device, "device")
         choices = {"context_tokens": 4096, "page_tokens": device.page_tokens, **choices}
-        scheduler = Scheduler(there, budget, vocab=VOCAB, **choices)
+        scheduler = Scheduler(route_to(there), budget, vocab=VOCAB, **choices)
         ref = await runtime.spawn(scheduler, "scheduler")
 
         async def stop() -> None:
             await runtime.stop("scheduler")
 
-        yield Client(ref, there, there, stop), ref
+        yield Client(ref, {NAME: Site(there, there)}, stop), ref
 
 
 async def all_of(client: Client, request: Request) -> list[Delta]:
@@ -71,6 +75,25 @@ async def test_every_reply_is_whole(strict: bool) -> None:
         assert deltas[-1].finish is Finish.LENGTH
     assert device.promised == {}
     assert max(len(spans) for spans in device.steps) == BUDGET.rows
+
+
+async def test_a_step_costs_one_message_for_all_clients_of_a_process() -> None:
+    """And they send none: what a token costs is how often a process has to wake up for it."""
+    num_replies, num_tokens = 3, 6
+    sent: list[bytes] = []
+    async with scheduling(NullDevice()) as (_, scheduler):
+        carrier = Carrier(lambda name: scheduler)
+        session = Session(scheduler, carrier, sent.append)
+        for question in range(num_replies):
+            body = carrier.dump(Submit(Request((1,), max_tokens=num_tokens)))
+            assert session.take(Frame(Kind.FOLLOW, question, body))
+        kinds: list[list[Kind]] = []
+        while sum(kind is Kind.REPLY for write in kinds for kind in write) < num_replies:
+            await asyncio.sleep(0)
+            kinds = [[frame.kind for frame in Frames().feed(data)] for data in sent]
+    assert kinds[: num_tokens - 1] == [[Kind.PART] * num_replies] * (num_tokens - 1)
+    ends = [kind for write in kinds[num_tokens - 1 :] for kind in write]
+    assert ends == [Kind.PART, Kind.REPLY] * num_replies
 
 
 # --- the queue ------------------------------------------------------------------------------------
@@ -185,6 +208,19 @@ async def test_a_prefix_that_arrives_together_is_computed_once() -> None:
     cached = [deltas[-1].usage.cached_tokens for deltas in replies if deltas[-1].usage]
     assert sorted(cached) == [0] + [192] * 7
     assert all(len(tokens(deltas)) == 4 for deltas in replies)
+
+
+async def test_what_a_prompt_cost_is_known_with_the_first_token() -> None:
+    async with scheduling(NullDevice(page_tokens=16)) as (client, _):
+        request = Request(tuple(range(40)), max_tokens=3)
+        await all_of(client, request)
+        first, *between, last = await all_of(client, request)
+    assert first.usage is not None
+    assert last.usage is not None
+    assert (first.usage.cached_tokens, first.usage.generated_tokens) == (32, 1)
+    decode_s = last.usage.decode_s
+    assert last.usage == replace(first.usage, generated_tokens=3, decode_s=decode_s)
+    assert all(delta.usage is None for delta in between)
 
 
 async def test_who_waits_for_a_prefix_goes_on_when_its_leader_is_cancelled() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +17,20 @@ from typing import Any
 from jitllm.api.models import Load, Served
 from jitllm.engine import (
     Delta,
+    DeviceUse,
     EngineStats,
     Finish,
+    Moved,
+    MoveTotals,
     Outputs,
     Pages,
     Request,
     TopLogprobs,
     Usage,
 )
-from jitllm.errors import ContextOverflow, QueueFull, UsageError
+from jitllm.errors import ContextOverflow, JitllmError, QueueFull, UsageError
+from jitllm.schedule.placement import Decline, Placement
+from jitllm.schedule.placement_map import attached, parse_map
 from jitllm.text.chat import ChatTemplate
 from tests.cli.fake import BOS, EOS, VOCAB, ByteTokenizer
 
@@ -59,6 +64,9 @@ def rivals_of(token_id: int, num: int) -> TopLogprobs:
     return tuple(((token_id + i) % VOCAB, logprob_of(token_id) - i) for i in range(num))
 
 
+DEVICES = ("cpu:0", "cpu:1")
+
+
 @dataclass
 class FakeEngine:
     """Says `says` and EOS, from the seed's place on if it samples.
@@ -84,6 +92,13 @@ class FakeEngine:
     budget_bytes: int = 64 << 20
     is_closed: bool = False
     is_dead: bool = False
+    placement: Placement = field(default_factory=lambda: Placement.all_on("cpu:0", 4))
+    moves: list[Moved] = field(default_factory=list)
+    declines: tuple[Decline, ...] = ()
+    losses: int = 0
+    lost: tuple[str, ...] = ()
+    move_gate: asyncio.Event | None = None
+    move_waiting: bool = False
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         if len(request.prompt) > self.context_tokens:
@@ -132,6 +147,7 @@ class FakeEngine:
                     prompt_top_logprobs=tuple(rivals_of(i, num_top) for i in part if num_top),
                 )
         ids, finish = self.reply(request)
+        cached = min(self.cached_tokens, len(prompt))
         for start in range(0, len(ids), self.width):
             if self.fails_at is not None and start >= self.fails_at:
                 yield Delta(finish=Finish.ERROR, error=self.error)
@@ -141,19 +157,90 @@ class FakeEngine:
                 tokens=tuple(part),
                 logprobs=tuple(map(logprob_of, part)) if request.logprobs else (),
                 top_logprobs=tuple(rivals_of(i, num_top) for i in part if num_top),
+                usage=None if start else Usage(len(prompt), len(part), cached, 0.125, 0.25, 0),
             )
         if self.error is not None and self.fails_at is not None:
             yield Delta(finish=Finish.ERROR, error=self.error)
             return
-        cached = min(self.cached_tokens, len(prompt))
         yield Delta(finish=finish, usage=Usage(len(prompt), len(ids), cached, 0.125, 0.25, 0.5))
 
     async def stats(self) -> EngineStats:
         if self.is_dead:
             raise RuntimeError("the scheduler is gone")
         pages = Pages(4, 4, 4, 4, 0, 4 << 20, self.budget_bytes, 1 << 20, 0)
+        totals = MoveTotals()
+        for moved in self.moves:
+            totals = totals.plus(moved)
         return EngineStats(
-            pages, self.running, 0, self.steps, 1 << 20, 0, 2, "plain", self.context_tokens
+            pages,
+            self.running,
+            0,
+            self.steps,
+            1 << 20,
+            0,
+            2,
+            "plain",
+            self.context_tokens,
+            placement=self.placement,
+            devices=tuple(map(self._use, self._living)),
+            declines=self.declines,
+            moves=len(self.moves),
+            moved_blocks=2 * len(self.moves),
+            move_totals=totals,
+            last_move=self.moves[-1] if self.moves else None,
+            losses=self.losses,
+            lost=self.lost,
+        )
+
+    @property
+    def _living(self) -> tuple[str, ...]:
+        return tuple(name for name in DEVICES if name not in self.lost)
+
+    def _use(self, name: str) -> DeviceUse:
+        """A MiB for each block, keys and values of as much."""
+        blocks = len(self.placement.blocks_on(name))
+        num_bytes = blocks << 20
+        has_head = self.placement.head == name
+        return DeviceUse(
+            *(name, "", 1, "plain", blocks, has_head, blocks, num_bytes, blocks, blocks),
+            *(16, 3 * blocks, num_bytes, 0, 0, self.budget_bytes // 2, 1 << 19),
+        )
+
+    async def move(
+        self, blocks: Iterable[int], to: str, *, head: bool = False, is_live: bool = True
+    ) -> Moved:
+        if self.move_gate is not None:
+            self.move_waiting = True
+            await self.move_gate.wait()
+        if self.is_closed:
+            raise JitllmError("the scheduler has stopped")
+        self.placement = self.placement.moved(list(blocks), attached(to, self._living), head=head)
+        self.moves.append(self._moved(str(blocks), to))
+        return self.moves[-1]
+
+    async def place(self, placement: str, *, strict: bool = False) -> tuple[Moved, ...]:
+        target, self.declines = parse_map(placement).resolve(
+            4, self._living, self.placement, strict=strict
+        )
+        moves = [self._moved(str(m), m.to) for m in self.placement.moves_to(target)]
+        self.placement = replace(target, epoch=self.placement.epoch + len(moves))
+        self.moves += moves
+        return tuple(moves)
+
+    def _moved(self, blocks: str, to: str) -> Moved:
+        sizes = {"bytes_before": 3 << 20, "bytes_paused": 1 << 10, "weight_bytes": 1 << 20}
+        return Moved(
+            blocks,
+            to,
+            str(self.placement),
+            self.placement.epoch,
+            pause_s=0.0025,
+            prepare_s=0.5,
+            **sizes,
+            weights_from={"frames": 1},
+            pages=12,
+            rounds=2,
+            tokens_meanwhile=7,
         )
 
     async def set_budget(self, budget_bytes: int) -> Pages:
@@ -173,6 +260,8 @@ def header() -> Any:
         stop_ids=(EOS,),
         dense=extent,
         blocks=(extent,) * 4,
+        weight_bytes=5 * extent.length,
+        frame_bytes=(extent.length,) * 4,
         chat_templates={"default": TEMPLATE},
     )
 
@@ -223,7 +312,7 @@ class FakeModels:
         return await self.loaded[model_id].engine.set_budget(budget_bytes)
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
-        return [{"name": "cpu", "kind": "host", "memory_bytes": 1 << 30}]
+        return [{"name": "cpu:0", "kind": "cpu", "free_bytes": 1 << 30, "declined": None}]
 
 
 __all__ = ["BOS", "EOS", "VOCAB", "FakeEngine", "FakeModels", "served"]

@@ -46,6 +46,7 @@ def running(folder: Path, *args: str | Path) -> Iterator[Server]:
             stderr=stderr,
             text=True,
             # Ray's own processes would inherit it, and their packages warn.
+            process_group=0,  # as a shell does it
             env={**os.environ} if "-ray" in args else {**os.environ, "PYTHONWARNINGS": "error"},
         )
     try:

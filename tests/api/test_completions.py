@@ -65,6 +65,21 @@ async def test_a_reply_says_what_it_cost(client: httpx.AsyncClient, engine: Fake
     assert reply["id"].startswith("cmpl-")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_that_a_stop_string_ended_says_what_it_cost(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.cached_tokens = 2
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    reply = await ask(client, stop="wor", **options)
+    last = reply[-1] if stream else reply
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert last["usage"]["completion_tokens"] == 10
+    about = last["jitllm"]
+    assert (about["restored_tokens"], about["queued_ms"], about["prefill_ms"]) == (2, 125, 250)
+    assert about["decode_ms"] > 0
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 50])
 @pytest.mark.parametrize(
     "body",

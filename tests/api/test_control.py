@@ -72,7 +72,7 @@ async def test_a_model_in_use_is_not_unloaded(
     await until(lambda: engine.running)
     refused = await client.delete(f"{API}/models/fake")
     assert refused.status_code == 409
-    assert "1 requests" in refused.json()["error"]["message"]
+    assert "by 1 request;" in refused.json()["error"]["message"]
     assert not engine.is_closed
     done = await client.delete(f"{API}/models/fake", params={"force": "true"})
     assert done.status_code == 200
@@ -97,7 +97,7 @@ async def test_stats_and_devices(client: httpx.AsyncClient) -> None:
     stats = (await client.get(f"{API}/stats")).json()
     assert stats["server"]["sessions"] == 0
     assert stats["models"][0]["tier"] == "plain"
-    assert (await client.get(f"{API}/devices")).json()["devices"][0]["name"] == "cpu"
+    assert (await client.get(f"{API}/devices")).json()["devices"][0]["name"] == "cpu:0"
 
 
 async def test_sessions_can_be_asked_by_model(client: httpx.AsyncClient) -> None:

@@ -319,4 +319,4 @@ async def test_ctrl_c_hangs_up_and_leaves_what_came() -> None:
             out, err = await process.communicate()
             await has_gone.wait()
     assert (process.returncode, out) == (130, b"\n")
-    assert b"cancelled after 1 tokens" in err
+    assert b"cancelled after 1 token\n" in err

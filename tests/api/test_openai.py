@@ -264,6 +264,15 @@ def test_a_budget_below_the_model_changes_no_reply(jitllmd: Jitllmd, client: Ope
     assert complete(client).choices[0].text == text
 
 
+@pytest.fixture
+def slow_replies(jitllmd: Jitllmd) -> Iterator[None]:
+    """A budget of which every token reads blocks: a long reply takes seconds."""
+    pages = jitllmd("place", "-model", MODEL, "-json")["pages"]
+    jitllmd("place", "-model", MODEL, "-maxmem", str(pages["fixed_bytes"] + 1))
+    yield
+    jitllmd("place", "-model", MODEL, "-maxmem", str(pages["budget_bytes"]))
+
+
 def test_a_model_is_loaded_beside_another_and_unloaded(
     jitllmd: Jitllmd, client: OpenAI, tiny_model: TinyModel
 ) -> None:
@@ -277,6 +286,7 @@ def test_a_model_is_loaded_beside_another_and_unloaded(
     assert complete(client).usage.completion_tokens == 12
 
 
+@pytest.mark.usefixtures("slow_replies")
 def test_a_request_is_cancelled_by_name(jitllmd: Jitllmd, client: OpenAI) -> None:
     stream = complete(
         client,

@@ -15,17 +15,22 @@ from tests.api.server import Server, chat_model, running
 from tests.conftest import TinyModel
 
 RECIPES = sorted((Path(__file__).parents[2] / "docs" / "recipes").glob("*.md"))
-BLOCK = re.compile(r"^```(sh serve ray|sh serve|sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```(sh serve ray|sh serve devices|sh serve|sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 STARTS = {
     "sh serve": "jitllmd serve -load model.jlm -id small\n",
     "sh serve ray": "jitllmd serve -load model.jlm -id small -ray local\n",
+    "sh serve devices": "jitllmd serve -load model.jlm -id small -devices cpu:0,cpu:1\n",
 }
 SERVED = ("-id", "small", "-threads", "1")
+SERVERS = {"ray": "ray_server", "relocation": "two_devices"}
+"""The fixture of a recipe that needs another one."""
 CLUSTER = "10.0.0.5:6379"
 """Where the recipes have one."""
 BLOCKS = [
     pytest.param(
-        "ray_server" if recipe.stem == "ray" else "server",
+        SERVERS.get(recipe.stem, "server"),
         kind,
         text,
         id=f"{recipe.stem}-{number}",
@@ -47,6 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: TinyModel) -> Pa
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     with running(folder, "-load", folder / "model.jlm", *SERVED) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def two_devices(folder: Path) -> Iterator[Server]:
+    """The same with two of them, a thread each."""
+    served = ("-id", "small", "-threads", "2", "-devices", "cpu:0,cpu:1")
+    with running(folder, "-load", folder / "model.jlm", *served) as server:
         yield server
 
 
@@ -79,7 +92,7 @@ def test_a_block_runs(
     text = text.replace("http://127.0.0.1:8080", server.url)
     if server.said["ray"]:
         text = text.replace(CLUSTER, server.said["ray"]["address"])
-    text = re.sub(r"^(jitllmd .*)$", rf"\1 -addr {server.url}", text, flags=re.MULTILINE)
+    text = re.sub(r"^(jitllmd .*?)( &)?$", rf"\1 -addr {server.url}\2", text, flags=re.MULTILINE)
     program = [sys.executable, "-"] if kind == "python" else ["bash", "-eu"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jitllm.errors import JitllmError, OverBudget
+from jitllm.errors import JitllmError, OverBudget, PlacementError
 from tests.api.conftest import events
 from tests.api.fake import FakeEngine, FakeModels
 
@@ -263,6 +263,7 @@ def texts(reply: str, stream: bool) -> dict[int, str]:
     ("failure", "status", "said"),
     [
         (OverBudget("a sequence", 2 << 20, 1 << 20), 503, "raise -maxmem"),
+        (PlacementError("block 3 is pinned", "unpin it"), 409, "block 3 is pinned; unpin it"),
         (JitllmError("the disk has gone", "mount it"), 500, "the disk has gone; mount it"),
         (RuntimeError("secret"), 500, "its log says which"),
     ],

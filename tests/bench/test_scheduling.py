@@ -13,11 +13,12 @@ import pytest
 from actors.client import Client
 from actors.local import Runtime
 from actors.messages import Step, StepDone
+from actors.route import Site
 from actors.scheduler import Scheduler
 from jitllm.engine import Delta, Engine, Request
 from jitllm.schedule.plan import Budget
 from jitllm.schedule.step import Span
-from tests.actors.null_device import NullDevice
+from tests.actors.null_device import NAME, NullDevice, route_to
 from tests.models.native import opened
 
 NUM_SEQUENCES = 32
@@ -33,8 +34,9 @@ class TimedScheduler(Scheduler):
         super().__init__(*arguments, **choices)  # type: ignore[arg-type]
         self.own_s: list[float] = []
         self._asked_s = 0.0
-        self._ask = self._device.ask
-        self._device = self  # type: ignore[assignment]
+        name, site = next(iter(self._route.sites.items()))
+        self._ask = site.device.ask
+        self._route.sites[name] = Site(self, site.pager)  # type: ignore[arg-type]
 
     async def ask(self, message: object) -> object:
         """In place of the device: what is before and after a step's call is our own time."""
@@ -60,8 +62,9 @@ async def test_a_step_of_many_sequences_costs_half_a_millisecond_of_python() -> 
     budget = Budget(rows=NUM_SEQUENCES, tokens=512, outputs=NUM_SEQUENCES)
     async with Runtime() as runtime:
         device = await runtime.spawn(NullDevice(), "device")
-        scheduler = TimedScheduler(device, budget, context_tokens=4096, vocab=1000, page_tokens=0)
-        client = Client(await runtime.spawn(scheduler, "scheduler"), device, device, nothing)
+        scheduler = TimedScheduler(route_to(device), budget, context_tokens=4096, vocab=1000)
+        sites = {NAME: Site(device, device)}
+        client = Client(await runtime.spawn(scheduler, "scheduler"), sites, nothing)
         request = Request(tuple(range(20)), max_tokens=NUM_STEPS + 100)
         await asyncio.gather(*(drained(client, request) for _ in range(NUM_SEQUENCES)))
     own_ms = [1e3 * s for s in scheduler.own_s[50 : 50 + NUM_STEPS]]

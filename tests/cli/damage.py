@@ -17,12 +17,14 @@ from typing import Any, TypeAlias
 import msgpack
 import xxhash
 
-from jitllm.formats.jlm_head import EXTENT_ALIGNMENT, PROLOGUE, checksum, round_up
+from jitllm.formats.jlm_head import EXTENT_ALIGNMENT, PROLOGUE, VERSION, checksum, round_up
 
 Damage: TypeAlias = "Callable[[random.Random, bytearray], None]"
 Plain: TypeAlias = "dict[str, Any]"
 
 _EXTENT = struct.Struct("<QQQ")
+_BEFORE = {"dense": 0, "blocks": 0, "experts": 8}
+"""Sections of extents, and the bytes of a record that come before its extent."""
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 64, 255, 256, 1 << 14, 1 << 16, (1 << 31) - 1]
 NUMBERS += [1 << 31, (1 << 32) - 1, 1 << 32, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]
@@ -219,7 +221,7 @@ def forged_weights(rng: random.Random, sound: bytes) -> bytes:
     """Weights of some tensors changed, and the checksums of their extents mended."""
     plain, data = header(sound), bytearray(sound)
     for _ in range(rng.choice([1, 1, 3, 12])):
-        start, size = _place(plain, rng.choice(plain["tensors"]))
+        start, size = _place(rng, plain, rng.choice(plain["tensors"]))
         part = data[start : start + size]
         rng.choice([*KEEPS_LENGTH, put_words, put_words])(rng, part)
         data[start : start + size] = part
@@ -315,6 +317,17 @@ def forge_config(rng: random.Random, plain: Plain) -> None:
         {"attention.temperature_scale": rng.choice([*FLOATS, 999.0])},
         {"block_count": rng.choice([0, 1, 2, 3, 4, 4096, 1 << 30])},
     ]
+    if "expert_count" in config:
+        counts = [0, 1, 2, 3, 7, 8, 9, 64, 1024, 1025, 1 << 30]
+        keys = ["expert_count", "expert_used_count", "expert_group_count"]
+        keys += ["expert_group_used_count", "leading_dense_block_count", "expert_shared_count"]
+        choices += [{key: rng.choice(counts)} for key in keys]
+        choices += [
+            {"expert_group_count": rng.choice([2, 4]), "expert_group_used_count": 1},
+            {"expert_gating_func": rng.choice([0, 1, 2, 3, 9])},
+            {"expert_weights_norm": rng.choice([True, False, 1])},
+            {"expert_weights_scale": rng.choice([*FLOATS, 1e-5, 9e5])},
+        ]
     choice = rng.choice(choices)
     if rng.random() < 0.4:
         key = rng.choice(list(config))
@@ -336,7 +349,7 @@ def forge_tensors(rng: random.Random, plain: Plain) -> None:
     elif rng.random() < 0.2:
         tensors.remove(one)
     else:
-        cell = rng.randrange(8)
+        cell = rng.randrange(9)
         one[cell] = rng.choice([other_value(rng, one[cell]), two[cell]])
     if rng.random() < 0.2:
         rng.shuffle(tensors)
@@ -345,19 +358,21 @@ def forge_tensors(rng: random.Random, plain: Plain) -> None:
 def forge_extents(rng: random.Random, plain: Plain) -> None:
     """Where the dense region and the blocks lie, and how long they are."""
     section = rng.choice(["dense", "blocks", "blocks", "experts", "vision"])
-    if section in ("experts", "vision") or rng.random() < 0.2:
+    if section == "vision" or rng.random() < 0.2:
         plain[section] = other_value(rng, plain[section])
         return
     if isinstance(plain[section], bytes):
-        plain[section] = other_extents(rng, plain[section])
+        plain[section] = other_extents(rng, plain[section], _BEFORE[section])
 
 
-def other_extents(rng: random.Random, packed: bytes) -> bytes:
+def other_extents(rng: random.Random, packed: bytes, before: int) -> bytes:
     """Packed extents with one of them changed, two exchanged, or one more."""
-    whole = len(packed) // _EXTENT.size * _EXTENT.size
-    records = [list(record) for record in _EXTENT.iter_unpack(packed[:whole])]
+    size = before + _EXTENT.size
+    starts = range(0, len(packed) // size * size, size)
+    heads = [packed[start : start + before] for start in starts]
+    records = [list(_EXTENT.unpack_from(packed, start + before)) for start in starts]
     if not records:
-        return packed + bytes(_EXTENT.size)
+        return packed + bytes(size)
     one, two = rng.choice(records), rng.choice(records)
     match rng.randrange(4):
         case 0:
@@ -370,7 +385,10 @@ def other_extents(rng: random.Random, packed: bytes) -> bytes:
             one[0] = (one[0] + 4096 * rng.choice([1, -1, 1 << 30, 1 << 51])) % (1 << 64)
         case 3:
             records.append(list(one))
-    return b"".join(_EXTENT.pack(*record) for record in records)
+            heads.append(rng.choice(heads))
+    if before and rng.random() < 0.3:
+        rng.shuffle(heads)
+    return b"".join(h + _EXTENT.pack(*r) for h, r in zip(heads, records, strict=True))
 
 
 # --- the bytes of a container -----------------------------------------------------------------
@@ -386,7 +404,7 @@ def header(data: bytes) -> Plain:
     return plain
 
 
-def sealed(body: bytes, rest: bytes, version: int = 1) -> bytes:
+def sealed(body: bytes, rest: bytes, version: int = VERSION) -> bytes:
     """A container of this msgpack, whose checksum is right; `rest` follows the header."""
     magic = b"JITLLM\0\0"
     front = PROLOGUE.pack(magic, version, 0, len(body), 0)
@@ -394,19 +412,23 @@ def sealed(body: bytes, rest: bytes, version: int = 1) -> bytes:
 
 
 def _extents(plain: Plain) -> Iterator[tuple[tuple[int, int, int], tuple[str, int]]]:
-    """Every extent, with its section and its place in there."""
-    for section in ("dense", "blocks"):
-        records = plain.get(section)
-        if isinstance(records, bytes) and len(records) % _EXTENT.size == 0:
-            for index, record in enumerate(_EXTENT.iter_unpack(records)):
-                yield (record[0], record[1], record[2]), (section, index)
+    """Every extent, with its section and the byte in there at which it stands."""
+    for section, before in _BEFORE.items():
+        records, size = plain.get(section), before + _EXTENT.size
+        if isinstance(records, bytes) and len(records) % size == 0:
+            for at in range(before, len(records), size):
+                offset, length, found = _EXTENT.unpack_from(records, at)
+                yield (offset, length, found), (section, at)
 
 
-def _place(plain: Plain, cells: list[Any]) -> tuple[int, int]:
-    """Where a tensor of a sound header lies in the file, and its bytes."""
-    _, block, _, _, _, dense, offset, size = cells
-    section, index = ("dense", 0) if dense else ("blocks", block)
-    return _EXTENT.unpack_from(plain[section], index * _EXTENT.size)[0] + offset, size
+def _place(rng: random.Random, plain: Plain, cells: list[Any]) -> tuple[int, int]:
+    """Where a tensor of a sound header lies in the file, perhaps an expert's, and its bytes."""
+    _, block, _, _, _, dense, offset, size, experts = cells
+    section, at = ("dense", 0) if dense else ("blocks", block * _EXTENT.size)
+    if experts:
+        start = plain["experts"].index(struct.pack("<II", block, rng.randrange(experts)))
+        section, at = "experts", start + _BEFORE["experts"]
+    return _EXTENT.unpack_from(plain[section], at)[0] + offset, size
 
 
 def resealed(plain: Plain, sound: bytes) -> bytes:
@@ -423,25 +445,24 @@ def resealed(plain: Plain, sound: bytes) -> bytes:
         sound = sound[:start] + bytes(needed - start) + sound[start:]
         _move_extents(plain, needed - start)
         start = needed
-    for (offset, length, _), (section, index) in list(_extents(plain)):
+    for (offset, length, _), place in list(_extents(plain)):
         if offset + length <= len(sound):
             found = xxhash.xxh3_64_intdigest(sound[offset : offset + length])
-            records = bytearray(plain[section])
-            struct.pack_into("<Q", records, index * _EXTENT.size + 16, found)
-            plain[section] = bytes(records)
+            _put(plain, place, (offset, length, found))
     body = _packed(plain)
     return sealed(body, sound[PROLOGUE.size + len(body) :])
 
 
 def _move_extents(plain: Plain, distance: int) -> None:
-    for section in ("dense", "blocks"):
-        moved = [
-            _EXTENT.pack((offset + distance) % (1 << 64), length, found)
-            for (offset, length, found), (where, _) in _extents(plain)
-            if where == section
-        ]
-        if moved:
-            plain[section] = b"".join(moved)
+    for (offset, length, found), place in list(_extents(plain)):
+        _put(plain, place, ((offset + distance) % (1 << 64), length, found))
+
+
+def _put(plain: Plain, place: tuple[str, int], extent: tuple[int, int, int]) -> None:
+    section, at = place
+    records = bytearray(plain[section])
+    _EXTENT.pack_into(records, at, *extent)
+    plain[section] = bytes(records)
 
 
 def _packed(plain: Plain) -> bytes:

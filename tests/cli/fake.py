@@ -142,16 +142,19 @@ class FakeEngine:
                 finish = Finish.STOP
                 break
             num += 1
-            yield Delta(tokens=(token_id,), logprobs=(math.log(0.5),))
-        usage = Usage(
+            usage = self._usage(request, 1, 0.0) if num == 1 else None
+            yield Delta(tokens=(token_id,), logprobs=(math.log(0.5),), usage=usage)
+        yield Delta(finish=finish, usage=self._usage(request, num, 0.5))
+
+    def _usage(self, request: Request, num_tokens: int, decode_s: float) -> Usage:
+        return Usage(
             prompt_tokens=len(request.prompt),
-            generated_tokens=num,
+            generated_tokens=num_tokens,
             cached_tokens=self.cached_tokens,
             prefill_s=0.25,
-            decode_s=0.5,
+            decode_s=decode_s,
             ttft_s=0.125,
         )
-        yield Delta(finish=finish, usage=usage)
 
     async def stats(self) -> EngineStats:
         pages = Pages(
@@ -193,6 +196,9 @@ def header(template: str = "") -> Any:
         stop_ids=(EOS,),
         dense=SimpleNamespace(offset=4096, length=DENSE_BYTES, xxh3=0),
         blocks=(extent,) * NUM_BLOCKS,
+        frame_bytes=(BLOCK_BYTES,) * NUM_BLOCKS,
+        weight_bytes=DENSE_BYTES + NUM_BLOCKS * BLOCK_BYTES,
+        runs=lambda: ((extent,),) * NUM_BLOCKS,
         chat_templates={"default": template} if template else {},
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -72,6 +74,52 @@ def test_where_no_server_is_the_message_says_what_to_do(verb: str, capsys: Captu
     err = capsys.readouterr().err
     assert "no server answers at http://127.0.0.1:1" in err
     assert "jitllmd serve" in err
+
+
+REASON = ["NOT", "TAKEN", "BECAUSE"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows"),
+    [
+        ("cpu:1", [("cpu:0", "not in -devices"), ("cpu:1", ""), ("cpu:2", "only when named")]),
+        ("auto", [("cpu:0", ""), ("cpu:1 to cpu:2", "only when named")]),
+        (
+            "metal",
+            [
+                ("cpu:0", "-devices metal: no such device here; there is cpu:0 to cpu:2"),
+                ("cpu:1 to cpu:2", "-devices metal: no such device here; there is cpu:0 to cpu:2"),
+            ],
+        ),
+    ],
+)
+def test_devices_say_why_they_were_not_taken(
+    devices: str,
+    rows: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    monkeypatch.setattr("jitllm.memory.host.numa_nodes", lambda mask, root: ())
+    shelf = Shelf(EngineConfig(devices=devices, threads=3), lambda: nullcontext(print))
+    found = {"devices": shelf.devices()}
+    monkeypatch.setattr("jitllm.cli.daemon.devices.Server.get", lambda server, path: found)
+    assert main(["devices"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == [
+        "NAME",
+        "KIND",
+        "CORES",
+        "FREE",
+        "OF",
+        "MODELS",
+        "NOT",
+        "TAKEN",
+        "BECAUSE",
+    ]
+    assert len(lines) == len(rows)
+    for line, (name, reason) in zip(lines, rows, strict=True):
+        assert line.startswith(f"{name} ")
+        assert line.endswith(reason)
 
 
 def test_without_its_packages_the_server_names_them(
@@ -227,3 +275,23 @@ async def test_two_loads_at_once_do_not_take_the_same_name(
     )
     assert sum(isinstance(one, UsageError) for one in done) == 1
     assert len(opened()) == 1
+
+
+async def test_the_garbage_collector_leaves_models_alone_while_they_are_there(
+    opened: Callable[[], list[FakeEngine]], model: Path
+) -> None:
+    """And finds what a model leaves behind in cycles."""
+    shelf = Shelf(EngineConfig(), lambda: nullcontext(print))
+    await shelf.load(Load(path=model, id="a"))
+    await shelf.load(Load(path=model, id="b"))
+    assert gc.get_freeze_count() > 0
+    engine: Any = opened().pop(0)
+    engine.myself = engine
+    gone = weakref.ref(engine)
+    del engine
+    gc.freeze()
+    await shelf.unload("a")
+    assert gone() is None
+    assert gc.get_freeze_count() > 0
+    await shelf.close()
+    assert gc.get_freeze_count() == 0

@@ -34,6 +34,8 @@ MODELS = [
     ("mistral3", "f16"),
     ("llama-yarn", "f32"),
     ("qwen3", "q5_0"),
+    ("qwen2moe", "q8_0"),
+    ("deepseek", "q4_0"),
 ]
 CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ m.role | trim }}: {{ m.content }}\n{% endfor %}"

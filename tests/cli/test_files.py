@@ -95,6 +95,38 @@ def test_info_has_every_key(jitllm: Jitllm, model: Path) -> None:
     )
 
 
+def test_experts_are_told_apart_from_their_blocks(jitllm: Jitllm, tiny_model: TinyModel) -> None:
+    """Converting and looking say the same: how many there are, and what a token reads of them."""
+    path = tiny_model("deepseek")
+    report = jitllm("info", path, "-json").json
+    with Container.open(path) as container:
+        header = container.header
+    lengths = [expert.extent.length for expert in header.experts]
+    assert (report["blocks"], report["experts"]) == (3, 16)
+    assert report["expert_bytes"] == sum(lengths)
+    assert report["largest_expert_bytes"] == max(lengths)
+    assert sum(kind["bytes"] for kind in report["weight_types"].values()) == sum(
+        entry.size_bytes * max(entry.experts, 1) for entry in header.tensors
+    )
+    embedding = next(t for t in header.tensors if t.role == "token_embd")
+    assert report["bytes_per_token"] == (
+        header.weight_bytes
+        - embedding.size_bytes
+        + embedding.size_bytes // embedding.rows
+        - sum(lengths) * 6 // 8  # two of eight are used
+    )
+    assert re.search(r"\nexperts +16 in 2 blocks, 2 a token and block", jitllm("info", path).out)
+
+
+def test_converting_a_mixture_says_how_many_experts(
+    jitllm: Jitllm, tiny_gguf: TinyModel, tmp_path: Path
+) -> None:
+    source = Path(shutil.copy(tiny_gguf("deepseek"), tmp_path))
+    assert jitllm("convert", source, "-plan", "-json").json["experts"] == 16
+    assert re.search(r"\nexperts +16, together", jitllm("convert", source, "-plan").out)
+    assert "\nexperts: 16, together" in jitllm("convert", source).err
+
+
 def test_info_in_words(jitllm: Jitllm, model: Path) -> None:
     out = jitllm("info", model).out
     assert "architecture    llama\n" in out

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,15 @@ def test_every_verb_explains_itself(jitllm: Jitllm, verb: str, flag: str) -> Non
     assert "-json" in done.out
     assert jitllm(verb, "-h").out == done.out
     assert jitllm("help", verb).out == done.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_names_arguments_in_our_words_alone(jitllm: Jitllm, verb: str) -> None:
+    usage, _, rest = jitllm(verb, "-help").out.partition("\n")
+    assert re.fullmatch(rf"Usage: jitllm {verb} \[OPTIONS\]( [^<>{{}}:]+)?", usage)
+    assert "......" not in usage
+    flags = rest.partition("Examples:")[0]
+    assert not re.search(r"<\w+>|\{|\b(PATH|INTEGER|FLOAT|BOOLEAN|RANGE)\b", flags)
 
 
 @pytest.mark.parametrize("spelling", ["version", "-version", "--version"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +71,42 @@ def test_speed(jitllm: Jitllm, model: Path) -> None:
     assert report["decode_tok_s"] > 0
 
 
+DEVICES = ("-devices", "cpu:0,cpu:1", "-threads", "2", "-placement", "0=cpu:1,2=cpu:1,9=cpu:1")
+PLACED = "0=cpu:1,1=cpu:0,2=cpu:1,head=cpu:0"
+
+
+def test_a_run_says_where_it_was_computed(jitllm: Jitllm, model: Path) -> None:
+    alone = jitllm("run", model, "-n", "12", "-json", "Hello there").json
+    placed = jitllm("run", model, "-n", "12", "-json", *DEVICES, "Hello there").json
+    assert placed["ids"] == alone["ids"]
+    assert placed["placement"] == PLACED
+    assert placed["declines"] == ["9=cpu:1: the model has blocks 0 to 2"]
+    assert [(d["name"], d["blocks"], d["threads"]) for d in placed["devices"]] == [
+        ("cpu:0", 1, 1),
+        ("cpu:1", 2, 1),
+    ]
+    said = jitllm("run", model, "-n", "2", *DEVICES, "Hello").err.splitlines()
+    assert f"place    {PLACED}   cpu:0 with 1 thread   cpu:1 with 1 thread" in said
+    assert "place    * not so: 9=cpu:1: the model has blocks 0 to 2" in said
+
+
+def test_speed_is_measured_where_the_flags_say(jitllm: Jitllm, model: Path) -> None:
+    report = jitllm("speed", model, "-p", "8", "-n", "4", "-r", "1", "-json", *DEVICES).json
+    assert report["placement"] == PLACED
+    assert report["decode_tok_s"] > 0
+
+
+def test_a_placement_that_cannot_be_met_is_refused_if_it_must_be(
+    jitllm: Jitllm, model: Path
+) -> None:
+    done = jitllm("run", model, "-n", "2", *DEVICES, "-placement-strict", "Hello")
+    assert done.code == 1
+    assert "9=cpu:1: the model has blocks 0 to 2" in done.err
+    done = jitllm("run", model, "-n", "2", "-devices", "cpu:0", "-placement", "0=cpu:1", "Hello")
+    assert done.code == 1
+    assert "cpu:1 is not attached" in done.err
+
+
 def test_a_short_run_imports_no_array_library_and_no_screen(model: Path) -> None:
     """And a second one compiles nothing: it does not even load the compiler's own front end."""
     program = (
@@ -86,3 +124,21 @@ def test_a_short_run_imports_no_array_library_and_no_screen(model: Path) -> None
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split("|")[1].split())
     assert loaded & {"rich", "jinja2", "numba", "pytest"} == set()
+
+
+def test_ctrl_c_does_not_wait_for_the_compiler(model: Path, tmp_path: Path) -> None:
+    def num_compiled() -> int:
+        return sum(len(files) for _, _, files in os.walk(tmp_path))
+
+    command = [*COMMAND, "run", model, "-n", "1", "Hello"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as child:
+        while not num_compiled() and child.poll() is None:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert "Traceback" not in errors
+    few = num_compiled()
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=60)
+    assert num_compiled() > few

@@ -92,6 +92,16 @@ def test_cached_tokens_do_not_count_as_computed(jitllm: Jitllm, opener: Opener) 
     assert "2 tok of the prompt cached" in done.err
 
 
+def test_cached_tokens_are_known_of_a_reply_that_a_stop_string_ended(
+    jitllm: Jitllm, opener: Opener
+) -> None:
+    opener.engine.cached_tokens = 2
+    report = jitllm("run", "m.jlm", "-json", "-stop", ", ", "hi").json
+    assert (report["finish"], report["cached_tokens"]) == ("stop", 2)
+    assert report["prefill_tok_s"] == 1 / 0.25
+    assert report["decode_tok_s"] > 0
+
+
 def test_a_tight_budget_is_announced(jitllm: Jitllm, opener: Opener) -> None:
     opener.engine.frames = 2
     opener.engine.over_budget_bytes = 3 << 20
@@ -127,8 +137,11 @@ def test_flags_work_in_both_spellings_everywhere(
 ) -> None:
     flags = "n=7 temp=0.5 top-k=3 top-p=0.9 min-p=0.1 repeat-penalty=1.5 repeat-last-n=8 seed=4"
     flags += " ctx=99 devices=cpu maxmem=1.5M threads=1 tier=plain kv-type=f32 read-ahead=off"
+    flags += " gpu-layers=5"
     words = [word for flag in flags.split() for word in f"{dashes}{flag}".split("=")]
     words += [f"{dashes}ignore-eos", f"{dashes}stop=zzz", f"{dashes}page-size=16"]
+    words += [f"{dashes}placement=0-2=cpu:0,head=host!", f"{dashes}placement-strict"]
+    words += [f"{dashes}no-fallback"]
     args = [*words, "m.jlm", "hi"] if is_before else ["m.jlm", "hi", *words]
     done = jitllm("run", *args)
     assert (done.code, done.out) == (0, "hiHello, \n")
@@ -138,6 +151,8 @@ def test_flags_work_in_both_spellings_everywhere(
     assert (config.ctx_tokens, config.maxmem_bytes, config.threads) == (99, 3 << 19, 1)
     assert (config.tier, config.kv_type, config.read_ahead) == ("plain", "f32", "off")
     assert (config.devices, config.page_size_tokens) == ("cpu", 16)
+    assert (config.placement, config.placement_strict) == ("0-2=cpu:0,head=host!", True)
+    assert (config.gpu_layers, config.fallback) == (5, False)
 
 
 def test_what_follows_two_dashes_is_text(jitllm: Jitllm, opener: Opener) -> None:
@@ -215,9 +230,18 @@ def test_a_failure_in_the_middle_shows_what_came_before(jitllm: Jitllm, opener: 
         ("-temp", "nan"),
         ("-top-p", "1.5"),
         ("-seed", "-1"),
+        ("-seed", str(2**64)),
+        ("-top-k", str(2**31)),
+        ("-repeat-last-n", str(2**31)),
+        ("-threads", "100000"),
         ("-ctx", "0"),
         ("-maxmem", "lots"),
-        ("-devices", "gpu"),
+        ("-devices", "npu"),
+        ("-devices", "cpu,cpu:0"),
+        ("-placement", "0-8"),
+        ("-placement", "0=cpu,0=host"),
+        ("-placement-strict",),
+        ("-gpu-layers", "-2"),
         ("-read-ahead", "maybe"),
         ("-page-size", "17"),
         ("-n", "x"),

@@ -7,7 +7,9 @@ import pytest
 
 from jitllm.cli.convert import default_output
 from jitllm.cli.progress import Progress
-from jitllm.jit import tiers
+from jitllm.devices.cpus import NumaNode
+from jitllm.jit import threads, tiers
+from jitllm.memory.budget import HostRoom
 from tests.cli.fake import Jitllm
 
 
@@ -25,7 +27,7 @@ def test_cache_shows_and_clears(
     objects = tmp_path / "jitllm" / "objects"
     objects.mkdir(parents=True)
     (objects / "a.o").write_bytes(bytes(100))
-    assert jitllm("cache").out.startswith("1 kernels, 100 B, in ")
+    assert jitllm("cache").out.startswith("1 kernel, 100 B, in ")
     assert jitllm("cache", "clear", "--json").json["removed"] == 1
     assert list(objects.iterdir()) == []
     assert jitllm("cache", "shrink").code == 2
@@ -40,6 +42,33 @@ def test_hardware(jitllm: Jitllm) -> None:
     out = jitllm("hardware").out
     assert f"tier {report['tier']}" in out
     assert _unmeasured(report["memory"]["explanation"]) in _unmeasured(out)
+
+
+def test_hardware_lists_the_devices_of_this_machine(
+    jitllm: Jitllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "default_threads", lambda: 4)
+    monkeypatch.setattr("jitllm.memory.host.numa_nodes", lambda mask, root: ())
+    devices = jitllm("hardware", "-json").json["devices"]
+    assert [(d["name"], d["cores"]) for d in devices] == [(f"cpu:{i}", 4) for i in range(4)]
+    assert [d["declined"] for d in devices] == [None, *["only when named"] * 3]
+    assert all(0 < d["free_bytes"] <= d["total_bytes"] for d in devices)
+    lines = [line for line in jitllm("hardware").out.splitlines() if line.startswith("device ")]
+    assert [_unmeasured(line).split(maxsplit=2) for line in lines[:1]] == [
+        ["device", "cpu:0", "the host, 4 cores, SIZE free of SIZE; taken by -devices auto"]
+    ]
+    assert lines[1].startswith("device cpu:1 to cpu:3")
+    assert lines[1].endswith("not taken: only when named")
+    assert len(lines) == 2
+
+
+def test_hardware_lists_numa_nodes(jitllm: Jitllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = [NumaNode(i, frozenset({i}), 8, (i + 1) << 30, 9 << 30) for i in range(2)]
+    monkeypatch.setattr("jitllm.memory.host.numa_nodes", lambda mask, root: sockets)
+    monkeypatch.setattr("jitllm.memory.budget.probe", lambda *root: HostRoom(5 << 30, "made up"))
+    out = jitllm("hardware").out
+    for socket in ("NUMA node 0, 8 cores, 1.00 GiB free", "NUMA node 1, 8 cores, 2.00 GiB free"):
+        assert f"{socket} of 9.00 GiB; taken by -devices auto" in out
 
 
 def _unmeasured(text: str) -> str:

@@ -30,6 +30,31 @@ def test_json_has_medians_and_samples(jitllm: Jitllm, opener: Opener) -> None:
     assert report["gb_s"] == pytest.approx(report["decode_tok_s"] * WEIGHT_BYTES / 1e9)
 
 
+def test_the_weights_that_are_read_stand_beside_a_plain_read_loop(
+    jitllm: Jitllm, opener: Opener
+) -> None:
+    report = jitllm("speed", "m.jlm", "-p", "0", "-n", "8", "-json").json
+    walls = report["samples"]["read_gb_s"]
+    assert len(walls) == 5
+    assert min(walls) > 0
+    assert report["read_gb_s"] == sorted(walls)[2]
+    assert report["read_share"] == report["gb_s"] / report["read_gb_s"]
+    out = jitllm("speed", "m.jlm", "-p", "0", "-n", "8").out
+    assert re.search(r"7.00 MiB of weights per token, [0-9.]+ GB/s, \d+% of the [0-9.]+ GB/s", out)
+    assert jitllm("speed", "m.jlm", "-n", "0", "-json").json["read_share"] is None
+
+
+def test_medians_come_with_their_spread(jitllm: Jitllm, opener: Opener) -> None:
+    report = jitllm("speed", "m.jlm", "-p", "9", "-n", "8", "-json").json
+    for name in ("prefill_tok_s", "decode_tok_s"):
+        rates = report["samples"][name]
+        assert report["spread"][name] == (max(rates) - min(rates)) / report[name]
+    done = jitllm("speed", "m.jlm", "-p", "9", "-n", "8")
+    assert len(re.findall(r"tok/s \(spread [0-9.]+%\)", done.out)) == 2
+    once = jitllm("speed", "m.jlm", "-p", "9", "-n", "8", "-r", "1")
+    assert "spread" not in once.out
+
+
 def test_cached_tokens_do_not_count(jitllm: Jitllm, opener: Opener) -> None:
     opener.engine.cached_tokens = 9
     report = jitllm("speed", "m.jlm", "-p", "9", "-n", "0", "-json").json

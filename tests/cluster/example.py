@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from actors.actor import Actor, Message, Ref
+from actors.parts import Parts
 from jitllm.errors import JitllmError, PageError
 
 
@@ -59,7 +61,7 @@ class Open(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Taken(Message[tuple[object, ...]]):
-    """Replies that nobody took."""
+    """Replies that nobody took, and each `Give` of which nobody took all parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,20 @@ class Through(Message[object]):
     message: Message[object]
 
 
-ExampleMessage = Note | Notes | Echo | Fail | Wait | Hold | Open | Taken | Pid | Through
+@dataclass(frozen=True, slots=True)
+class Give(Message[Parts[object]]):
+    """Put `values`, one in each turn of the event loop, or all `at_once`; then comes `outcome`.
+
+    It "ends", "stays" as it is, "fails" with a page error, or a part follows that cannot be
+    pickled ("untold") or cannot be made again ("unread"), and one more after it.
+    """
+
+    values: Sequence[object]
+    at_once: bool = False
+    outcome: str = "ends"
+
+
+ExampleMessage = Note | Notes | Echo | Fail | Wait | Hold | Open | Taken | Pid | Through | Give
 
 
 class Untold(Exception):
@@ -83,6 +98,17 @@ class Untold(Exception):
 
     def __reduce__(self) -> str:
         raise TypeError("I stay")
+
+
+def _unread() -> None:
+    raise ValueError("not here")
+
+
+class Unread:
+    """Can be pickled, and cannot be made again."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unread, ()
 
 
 class Example(Actor):
@@ -116,6 +142,10 @@ class Example(Actor):
                 return tuple(self._lost)
             case Pid():
                 return os.getpid()
+            case Give():
+                parts = Parts[object](lambda: self._lost.append(message))
+                self.context.begin(self._give(message, parts), "give")
+                return parts
             case Through():
                 return await message.ref.ask(message.message)
             case _:
@@ -124,6 +154,20 @@ class Example(Actor):
     async def _wait(self) -> str:
         await self._gate.wait()
         return "open"
+
+    async def _give(self, message: Give, parts: Parts[object]) -> None:
+        for value in message.values:
+            parts.put(value)
+            if not message.at_once:
+                await asyncio.sleep(0)
+        match message.outcome:
+            case "ends":
+                parts.end()
+            case "fails":
+                parts.fail(PageError("/some/file", 4096, "no luck"))
+            case "untold" | "unread":
+                parts.put(Untold() if message.outcome == "untold" else Unread())
+                parts.put("one more")
 
     def on_lost(self, message: object, reply: object) -> None:
         self._lost.append(reply)

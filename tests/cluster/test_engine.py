@@ -202,9 +202,10 @@ async def test_the_death_of_what_has_no_successor_is_a_clear_error(
 ) -> None:
     path = tiny_model("llama")
     async with on_ray(path) as remote:
-        stream = remote.engine.generate(Request(PROMPT[:3], max_tokens=40))
+        process = process_of(actor)
+        stream = remote.engine.generate(Request(PROMPT[:3], max_tokens=400))
         await anext(stream)
-        process_of(actor).kill()
+        process.kill()
         with pytest.raises(Stopped, match=actor):
             await exhaust(stream)
     async with on_ray(path) as remote:

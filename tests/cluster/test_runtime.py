@@ -12,14 +12,19 @@ import ray
 from ray.util import list_named_actors
 
 import actors.ray
+from actors import transport
+from actors.carry import Carrier, Kind, pack
 from actors.cluster import Cluster
+from actors.local import Runtime
 from actors.mailbox import Lost, Stopped
-from actors.ray import RayRuntime
+from actors.ray import RayRuntime, _RayGuest
 from jitllm.errors import JitllmError, PageError, UsageError
 from tests.cluster.example import (
     Echo,
+    Example,
     ExampleRecipe,
     Fail,
+    Give,
     Note,
     Notes,
     Open,
@@ -92,6 +97,73 @@ async def test_a_reply_that_nobody_waits_for_goes_back(runtime: RayRuntime, dist
     while not lost:
         lost = await example.ask(Taken())
     assert lost == ("open",)
+
+
+async def test_parts_arrive_in_order_and_once(runtime: RayRuntime, distance: str) -> None:
+    example = await runtime.start(ExampleRecipe(), "example")
+
+    async def taken(message: Give) -> list[object]:
+        return [part async for part in example.follow(message)]
+
+    given = [Give(range(stop), at_once) for stop in (0, 1, 300) for at_once in (False, True)]
+    assert await asyncio.gather(*map(taken, given)) == [list(give.values) for give in given]
+    with pytest.raises(PageError, match="no luck"):
+        await taken(Give((1,), outcome="fails"))
+    with pytest.raises(TypeError, match="I stay"):
+        await taken(Give((1,), outcome="untold"))
+    assert len(await example.ask(Taken())) == 1
+
+
+async def test_an_actor_hears_that_who_followed_has_left(
+    runtime: RayRuntime, distance: str
+) -> None:
+    message = Give((0, 1), outcome="stays")
+    example = await runtime.start(ExampleRecipe(), "example")
+    closed, cancelled = example.follow(message), example.follow(message)
+    for parts in (closed, cancelled):
+        assert [await anext(parts), await anext(parts)] == [0, 1]
+    await closed.aclose()
+    waiting = asyncio.ensure_future(anext(cancelled))
+    await example.ask(Echo(0))
+    waiting.cancel()
+    lost: tuple[object, ...] = ()
+    while len(lost) < 2:
+        lost = await example.ask(Taken())
+    assert lost == (message, message)
+
+
+async def test_who_follows_learns_of_a_death(runtime: RayRuntime, distance: str) -> None:
+    example = await runtime.start(ExampleRecipe(), "example", restarts=True)
+    parts = example.follow(Give((0, 1), outcome="stays"))
+    assert [await anext(parts), await anext(parts)] == [0, 1]
+    waiting = asyncio.ensure_future(anext(parts))
+    os.kill(await example.ask(Pid()), signal.SIGKILL)
+    with pytest.raises(Lost, match="example was lost"):
+        await waiting
+    again = example.follow(Give((2,)))
+    assert [part async for part in again] == [2]
+
+
+@pytest.mark.parametrize("leaves", ["before the first part", "between two parts"])
+async def test_a_follower_that_is_gone_with_its_node_is_missed(
+    leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "PING_S", 0.01)
+    monkeypatch.setattr(transport, "DEADLINE_S", 0.05)
+    message = Give(() if leaves == "before the first part" else (0,), outcome="stays")
+    async with Runtime() as there:
+        ref = await there.spawn(Example(), "example")
+        carrier = Carrier(there.ref)
+        guest = _RayGuest(ref, carrier)
+        answer = await guest.take(0, pack(Kind.FOLLOW, 1, carrier.dump(message)))
+        for _ in range(20):  # who comes back in time is waited for, however long it takes
+            assert await ref.ask(Taken()) == ()
+            answer = await guest.more(1)
+        assert answer == pack(Kind.PONG)
+        while await ref.ask(Taken()) == ():  # noqa: ASYNC110 - an actor tells nobody
+            await asyncio.sleep(0.01)
+        assert await ref.ask(Taken()) == (message,)
+        assert await guest.more(1) == pack(Kind.NOTHING, 1)
 
 
 async def test_actors_reach_each_other(runtime: RayRuntime) -> None:

@@ -56,16 +56,15 @@ def actor(ref: Any) -> Any:
 
 async def check_nothing_is_held(loaded: Loaded) -> None:
     engine: Any = loaded.engine
-    pager, device, scheduler = (
-        actor(ref) for ref in (engine._pager, engine._device, engine._scheduler)
-    )
+    site = engine._sites["cpu:0"]
+    pager, device, scheduler = (actor(ref) for ref in (site.pager, site.device, engine._scheduler))
     async with asyncio.timeout(60):
         while scheduler._replies:  # a cancelled request ends between two steps
             await engine.stats()
     stats = await engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert pager._leases == {}
-    assert sum(pager._residency._pins.values()) == 0
+    assert sum(pager._residency._pins.values()) + sum(pager._residency._kept.values()) == 0
     assert not [name for name in pager._frames.reservations if "kv" in name]
     pager._residency.check()
     assert device._seats == {}

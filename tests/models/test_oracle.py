@@ -24,4 +24,5 @@ def test_the_same_bytes_are_written_everywhere(name: str, tmp_path: Path) -> Non
 
 def test_every_model_has_a_digest() -> None:
     written = {*oracle.FLOAT_MODELS, *(f"llama-q-{t}" for t in oracle.WRITTEN_TYPES)}
+    written |= set(oracle.QUANTIZED_MIXTURES)
     assert DIGESTS.keys() == written

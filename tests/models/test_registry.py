@@ -18,7 +18,10 @@ from tests.models.reference import Source
 ROOT = Path(__file__).parents[2]
 
 SHARED_NAMES = {
-    ("jitllm/text/splits.py", "qwen2"): "a pre-tokenizer, by `tokenizer.ggml.pre`",
+    **{
+        ("jitllm/text/splits.py", name): "a pre-tokenizer, by `tokenizer.ggml.pre`"
+        for name in ("bailingmoe", "bailingmoe2", "mellum", "minimax-m2", "qwen2")
+    },
     ("jitllm/text/vocabulary.py", "llama"): "a kind of vocabulary, by `tokenizer.ggml.model`",
 }
 """Words of other tables of GGUF that happen to be architectures as well."""

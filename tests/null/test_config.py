@@ -41,12 +41,22 @@ def test_a_tier_that_the_cpu_lacks_is_refused_with_those_it_has() -> None:
     ("choice", "message"),
     [
         ({"threads": 0}, "-threads 0 is too small; the least is 1"),
+        ({"threads": 1025}, "-threads 1025 is too large; the most is 1024"),
+        ({"max_batch": 65537}, "-max-batch 65537 is too large; the most is 65536"),
         ({"maxmem_bytes": -1}, "-maxmem -1"),
         ({"ctx_tokens": 0}, "-ctx 0"),
         ({"prompt_chunk_tokens": 0}, "-prompt-chunk 0"),
         ({"page_size_tokens": 48}, "-page-size 48 is not a power of two"),
         ({"kv_type": "f8"}, "-kv-type 'f8' is not available; choose f16 or f32"),
         ({"read_ahead": "maybe"}, "-read-ahead 'maybe'"),
+        ({"gpu_layers": -2}, "-gpu-layers -2 is too small; the least is -1"),
+        ({"placement_strict": True}, "-placement-strict is about a -placement"),
+        ({"move_share": 0.0}, "a move cannot take 0.0 of the time"),
+        ({"move_share": 1.0}, "a move cannot take 1.0 of the time"),
+        (
+            {"page_sizes": (("cpu:0", 64), ("cpu:1", 48))},
+            "the page size of cpu:1 48 is not a power",
+        ),
     ],
 )
 def test_impossible_choices_are_refused(choice: dict[str, Any], message: str) -> None:

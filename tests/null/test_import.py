@@ -24,6 +24,14 @@ def test_a_client_of_a_server_needs_nothing_that_is_installed() -> None:
     assert run("import jitllm; jitllm.connect; import jitllm.handle.http, jitllm.remote") == []
 
 
+def test_the_command_line_loads_what_a_verb_needs_when_it_is_chosen() -> None:
+    program = "import sys, jitllm.cli.main; print(*(m.split('.')[0] for m in sys.modules))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    unwanted = {"asyncio", "actors", "llvmlite", "numpy", "pydantic", "rich", "tokenizers"}
+    assert set(done.stdout.split()) & unwanted == set()
+
+
 def test_what_is_handed_out_is_there() -> None:
     import jitllm
 

@@ -1,6 +1,9 @@
 """Spans of host memory: free until touched, given back for good, at one address."""
 
+import ctypes
+import math
 import os
+import struct
 import subprocess
 import sys
 
@@ -67,6 +70,29 @@ def test_released_pages_go_back_and_read_as_zeros(memory: Memory, huge_pages: bo
         span.release(32 * MIB, 32 * MIB - 1)  # the last page counts as a whole one
         assert resident_bytes() - before < 2 * MIB
         assert span.view()[12345 * PAGE_BYTES] == 0
+
+
+def test_poisoned_memory_shows_whoever_reads_it_later(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JITLLM_POISON", "1")
+    before = resident_bytes()
+    with memory.reserve(3 * PAGE_BYTES) as span, attach(span.handle()) as address:
+        view = span.view()
+        view[:] = bytes([7]) * len(view)
+        span.release(0, 0)
+        assert view[0] == 7
+        span.release(PAGE_BYTES, PAGE_BYTES + 1)  # the last page counts as a whole one
+        assert set(view[:PAGE_BYTES]) == {7}
+        poison = ctypes.string_at(address + PAGE_BYTES, 2 * PAGE_BYTES)
+        assert set(poison) == {0xFF}
+        for kind in "ef":  # f16, f32
+            assert all(math.isnan(number) for (number,) in struct.iter_unpack(kind, poison))
+        with pytest.raises(ValueError, match="of 12288 bytes"):
+            span.release(0, 4 * PAGE_BYTES)
+    with memory.reserve(1 << 40) as span:  # closing writes nothing
+        touch(span.view(0, MIB))
+    assert resident_bytes() - before < 2 * MIB
 
 
 def test_a_small_page_never_takes_a_huge_one(memory: Memory) -> None:
@@ -163,6 +189,16 @@ def test_another_process_sees_what_is_written_and_what_is_given_back() -> None:
 def test_in_its_own_process_a_handle_is_the_address(memory: Memory) -> None:
     with memory.reserve(PAGE_BYTES) as span, attach(span.handle()) as address:
         assert address == span.address
+
+
+def test_an_address_outlives_a_span_that_is_closed_meanwhile(memory: Memory) -> None:
+    span = memory.reserve(4 * MIB)
+    touch(span.view())
+    with attach(span.handle()) as address:
+        span.close()
+        ctypes.string_at(address, 4 * MIB)  # whatever is there: not a crash
+    with pytest.raises(JitllmError, match="no view of 4"), attach(Handle(os.getpid(), address, 4)):
+        pass
 
 
 @pytest.mark.parametrize("fd", [-1, 1 << 20], ids=["private", "closed"])

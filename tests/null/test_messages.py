@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 
 from actors import messages
 from actors.actor import Message
+from actors.parts import Parts
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "messages.md").read_text()
@@ -21,6 +22,7 @@ RECEIVERS = {
 }
 SENDERS = {"client": "client", "scheduler": "scheduler", "device": "device", "pager": "pager"}
 SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks for what it needs
+SENDERS |= {"route": "scheduler", "relocate": "scheduler"}  # parts of it
 ALL = {
     kind
     for kind in vars(messages).values()
@@ -39,9 +41,9 @@ def rows(receiver: str) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def replies_of(kind: Any) -> set[str]:
-    """What `ask` gets back, by name."""
+    """What `ask` gets back, or `follow` in parts, by name."""
     [reply] = get_args(kind.__orig_bases__[0])
-    kinds = get_args(reply) or (reply,)
+    kinds = get_args(reply) or (reply,)  # those of a union, or of parts
     return {kind.__name__ for kind in kinds if kind not in (None, type(None))}
 
 
@@ -59,6 +61,12 @@ def made_by() -> dict[str, set[str]]:
 def test_every_message_stands_with_its_receiver_and_its_replies(receiver: str) -> None:
     expected = {kind.__name__: replies_of(kind) for kind in get_args(RECEIVERS[receiver])}
     assert {name: replies for name, (_, replies) in rows(receiver).items()} == expected
+
+
+def test_replies_in_parts_are_said_to_be() -> None:
+    told = set(re.findall(r"^\| `(\w+)` \| [^|]* \| [^|]*\bin parts\b", TEXT, re.MULTILINE))
+    in_parts = {kind for kind in ALL if get_origin(get_args(kind.__orig_bases__[0])[0]) is Parts}
+    assert told == {kind.__name__ for kind in in_parts} != set()
 
 
 def test_every_message_has_a_receiver() -> None:

@@ -129,6 +129,58 @@ def test_a_wrong_checksum_names_file_and_offset(tmp_path: Path) -> None:
         reader.read_extent(extent, span.view(), verify=False)
 
 
+@pytest.mark.parametrize("piece_bytes", [PAGE_BYTES, 3 * PAGE_BYTES, 99 * PAGE_BYTES])
+def test_extents_behind_one_another_are_read_as_one(tmp_path: Path, piece_bytes: int) -> None:
+    """Each with its own checksum, wherever the pieces begin."""
+    sizes = [2 * PAGE_BYTES + 5, 77, PAGE_BYTES, 5 * PAGE_BYTES - 1]
+    file = containers.write(tmp_path / "f", sizes)
+    run = file.header.blocks
+    num_bytes = run[-1].offset + run[-1].length - run[0].offset
+    starts = range(0, num_bytes, piece_bytes)
+    pieces = [range(start, min(start + piece_bytes, num_bytes)) for start in starts]
+    with Reader(file.path) as reader, HostMemory().reserve(round_up(num_bytes)) as span:
+        reader.read_run(run, span.view(), pieces=pieces)
+        for extent in run:
+            found = span.view(extent.offset - run[0].offset, extent.length)
+            assert found.tobytes() == file.payload(extent)
+        for extent in run:
+            original = file.payload(extent)
+            for at in (0, extent.length - 1):
+                damaged = bytearray(original)
+                damaged[at] ^= 1
+                overwrite(file.path, extent.offset, damaged)
+                with pytest.raises(PageError, match=f"byte {extent.offset}.*checksum"):
+                    reader.read_run(run, span.view(), pieces=pieces)
+            overwrite(file.path, extent.offset, original)
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 5 * PAGE_BYTES + 77])
+def test_an_extent_in_pieces_is_the_same_extent(tmp_path: Path, num_bytes: int) -> None:
+    file = containers.write(tmp_path / "f", [num_bytes])
+    extent = file.header.blocks[0]
+    sizes = (2 * PAGE_BYTES, PAGE_BYTES)
+    for size in sizes:
+        with Reader(file.path) as reader, HostMemory().reserve(round_up(num_bytes)) as span:
+            starts = range(0, num_bytes, size)
+            pieces = [range(start, min(start + size, num_bytes)) for start in starts]
+            reader.read_extent(extent, span.view(), pieces=pieces)
+            assert span.view(0, num_bytes).tobytes() == file.payload(extent)
+            assert reader.num_reads == len(pieces)
+            with file.path.open("r+b") as out:
+                out.seek(extent.offset + num_bytes - 1)
+                out.write(bytes([file.payload(extent)[-1] ^ 1]))
+            with pytest.raises(PageError, match="checksum"):
+                reader.read_extent(extent, span.view(), pieces=pieces)
+            reader.read_extent(extent, span.view(), pieces=pieces, verify=False)
+        containers.write(file.path, [num_bytes])
+
+
 def test_an_io_error_names_file_and_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     container = containers.write(tmp_path / "x", [3 * MIB])
     (extent,) = container.header.blocks

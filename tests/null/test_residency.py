@@ -1,6 +1,6 @@
 """Eviction: the optimum of a cyclic scan, within the budget, whatever happens in between."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -14,25 +14,43 @@ from jitllm.memory.residency import Residency
 BLOCK = 4096 * 10
 
 
-def residency(sizes: list[int], budget_bytes: int, fixed_bytes: int = 0) -> Residency:
+def residency(
+    sizes: list[int], budget_bytes: int, fixed_bytes: int = 0, placed: Iterable[int] | None = None
+) -> Residency:
     frames = Frames(budget_bytes)
     frames.reserve("dense", fixed_bytes)
-    return Residency(sizes, frames)
+    return Residency(sizes, frames, placed)
+
+
+def come(blocks: Residency, *which: int) -> None:
+    """Read some blocks, and use them."""
+    for block in which:
+        assert blocks.admit(block) is not None
+        blocks.arrive(block)
+        blocks.use(block, block + 1)
+
+
+def resident(blocks: Residency) -> set[int]:
+    return {block for block in range(blocks.num_blocks) if blocks.is_resident(block)}
 
 
 def scan(blocks: Residency, *, reads_ahead: bool, run: bool = True) -> int:
-    """Use every block once, as a device does; how many were read."""
+    """Use every placed block once, as a device does; how many were read."""
     start, num_reads, num_blocks = 0, 0, blocks.num_blocks
     while start < num_blocks:
+        if not blocks.is_placed(start):
+            start += 1
+            continue
         if blocks.is_absent(start):
             assert blocks.admit(start) is not None
             blocks.arrive(start)
             num_reads += 1
         stop = blocks.run_stop(start, num_blocks if run else start + 1)
         for block in range(start, stop):
+            assert blocks.is_placed(block)
             blocks.pin(block)
         blocks.use(start, stop)
-        ahead = stop % num_blocks
+        ahead = blocks.next_placed(stop)
         if reads_ahead and blocks.is_absent(ahead) and blocks.lend(ahead) is not None:
             blocks.arrive(ahead)
             num_reads += 1
@@ -48,9 +66,11 @@ def scan(blocks: Residency, *, reads_ahead: bool, run: bool = True) -> int:
 @pytest.mark.parametrize("reads_ahead", [True, False])
 @given(data=st.data())
 def test_a_cyclic_scan_reads_the_optimum(data: st.DataObject, reads_ahead: bool, run: bool) -> None:
-    num_blocks = data.draw(st.integers(2, 24))
+    placed = data.draw(st.sets(st.integers(0, 24), min_size=2) | st.just(set(range(25))))
+    num_blocks = len(placed)
     num_frames = data.draw(st.integers(1, num_blocks))
-    blocks = residency([BLOCK] * num_blocks, num_frames * BLOCK + 100, 50)
+    blocks = residency([BLOCK] * 25, num_frames * BLOCK + 100, 50, placed)
+    assert blocks.num_placed == num_blocks
     assert blocks.num_frames == num_frames
     for _ in range(3):
         scan(blocks, reads_ahead=reads_ahead, run=run)
@@ -142,24 +162,28 @@ def test_taking_off_a_pin_too_many_is_an_error() -> None:
 
 
 class Anything(RuleBasedStateMachine):
-    """Reads, leases, reservations and budgets in any order."""
+    """Reads, leases, placements, reservations and budgets in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes = [7, 3, 9, 1, 5, 5, 8, 2]
         self.blocks = residency(self.sizes, 30, 5)
         self.reading: set[int] = set()
-        self.pins: list[int] = []
-        self.is_settled = True
+        self.pins: list[tuple[int, bool]] = []
+        self.placed = set(range(8))
 
     block = st.integers(0, 7)
 
     def begin(self, block: int, how: Callable[[int], tuple[int, ...] | None]) -> None:
-        if self.blocks.is_absent(block):
+        if block in self.placed and self.blocks.is_absent(block):
             victims = how(block)
             if victims is not None:
                 self.reading.add(block)
-                assert not set(victims) & (set(self.pins) | self.reading)
+                assert not set(victims) & (self.pinned | self.reading)
+
+    @property
+    def pinned(self) -> set[int]:
+        return {block for block, _ in self.pins}
 
     @rule(block=block)
     def admit(self, block: int) -> None:
@@ -171,29 +195,47 @@ class Anything(RuleBasedStateMachine):
         self.begin(block, self.blocks.lend)
         assert not within or self.blocks.frames.fits(0)
 
+    @rule(block=block)
+    def fetch(self, block: int) -> None:
+        before = resident(self.blocks)
+        held = self.blocks.num_held
+        self.begin(block, self.blocks.fetch)
+        assert resident(self.blocks) == before
+        assert self.blocks.num_held == held or self.blocks.frames.fits(0)
+
+    @rule(placed=st.sets(block))
+    def place(self, placed: set[int]) -> None:
+        victims = set(self.blocks.place(placed))
+        self.placed = placed
+        assert not victims & (placed | self.pinned | self.reading)
+        assert resident(self.blocks) <= placed | self.pinned
+
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), fails=st.booleans())
     def end_read(self, data: st.DataObject, fails: bool) -> None:
         block = data.draw(st.sampled_from(sorted(self.reading)))
         self.reading.remove(block)
         if fails:
-            self.pins = [pin for pin in self.pins if pin != block or self.blocks.unpin(block)]
+            for pin in [pin for pin in self.pins if pin[0] == block]:
+                self.take_off(pin)
             self.blocks.fail(block)
         else:
             self.blocks.arrive(block)
 
-    @rule(block=block)
-    def pin(self, block: int) -> None:
+    @rule(block=block, kept=st.booleans())
+    def pin(self, block: int, kept: bool) -> None:
         if not self.blocks.is_absent(block):
-            self.blocks.pin(block)
-            self.pins.append(block)
+            self.blocks.pin(block, kept=kept)
+            self.pins.append((block, kept))
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.pins))
-        self.pins.remove(block)
-        self.blocks.unpin(block)
+        self.take_off(data.draw(st.sampled_from(self.pins)))
+
+    def take_off(self, pin: tuple[int, bool]) -> None:
+        self.pins.remove(pin)
+        self.blocks.unpin(pin[0], kept=pin[1])
 
     @rule(start=block)
     def use(self, start: int) -> None:
@@ -208,13 +250,103 @@ class Anything(RuleBasedStateMachine):
     def within_budget_unless_held(self) -> None:
         self.blocks.trim()
         self.blocks.check()
-        assert all(not self.blocks.is_absent(pin) for pin in self.pins)
-        resident = {b for b in range(8) if self.blocks.is_resident(b)}
+        assert all(not self.blocks.is_absent(block) for block in self.pinned)
+        there = resident(self.blocks)
+        assert there <= self.placed | self.pinned
+        assert self.blocks.is_whole == (self.placed <= there)
         if not self.blocks.frames.fits(0) and self.blocks.num_held > 1:
-            assert resident <= set(self.pins)
+            assert there <= self.pinned
+
+    @invariant()
+    def counts_are_those_of_the_placed_blocks(self) -> None:
+        blocks, room = self.blocks, self.blocks.frames.room_bytes
+        sizes = sorted((self.sizes[block] for block in self.placed), reverse=True)
+        leaving = (resident(blocks) | self.reading) - self.placed
+        needed = sum(sizes) + sum(self.sizes[block] for block in leaving)
+        assert blocks.num_placed == len(sizes)
+        assert blocks.has_room == (needed <= room)
+        assert blocks.spare_bytes == max(room - needed, 0)
+        num_frames = blocks.num_frames
+        assert sum(sizes[:num_frames]) <= room or num_frames == 1
+        assert (num_frames == len(sizes)) or sum(sizes) > room
+
+    @rule(start=block, count=st.integers(1, 8))
+    def runs_end_before_holes(self, start: int, count: int) -> None:
+        there, stop = resident(self.blocks) & self.placed, min(start + count, 8)
+        expected = start
+        while expected < stop and expected in there:
+            expected += 1
+        assert self.blocks.run_stop(start, stop) == expected
+        is_run = set(range(start, stop)) <= self.placed and not {start - 1, stop} & self.placed
+        assert self.blocks.is_run(start, stop) == is_run
+        if self.placed:
+            later = [block for block in self.placed if block >= start]
+            assert self.blocks.next_placed(start) == min(later or self.placed)
 
 
 TestAnything = Anything.TestCase
+
+
+def test_blocks_placed_elsewhere_go_at_once_or_when_they_are_let_go() -> None:
+    blocks = residency([BLOCK] * 8, 8 * BLOCK)
+    come(blocks, 0, 1, 2, 3)
+    assert blocks.admit(4) == ()
+    blocks.pin(1, 3)
+    blocks.pin(3, kept=True)
+    assert blocks.place([0, 6, 7]) == ()
+    assert resident(blocks) == {0, 1, 2, 3}
+    assert not blocks.has_room or blocks.spare_bytes == BLOCK
+    blocks.arrive(4)
+    assert blocks.trim() == (4,)
+    blocks.unpin(1, 3)
+    assert set(blocks.trim()) == {1, 2}
+    blocks.unpin(3, kept=True)
+    assert blocks.trim() == (3,)
+    assert resident(blocks) == {0}
+    assert blocks.place([]) == (0,)
+    assert (blocks.num_frames, blocks.spare_bytes, blocks.is_whole) == (0, 8 * BLOCK, True)
+    blocks.check()
+
+
+def test_a_block_that_comes_back_in_time_stays() -> None:
+    blocks = residency([BLOCK] * 3, 3 * BLOCK)
+    come(blocks, 0, 1, 2)
+    blocks.pin(1)
+    assert set(blocks.place([0])) == {2}
+    blocks.place([0, 1])
+    blocks.unpin(1)
+    assert blocks.trim() == ()
+    assert blocks.is_whole
+
+
+def test_what_was_fetched_goes_before_what_is_used() -> None:
+    blocks = residency([BLOCK] * 6, 4 * BLOCK)
+    come(blocks, 0, 1)
+    for block in (4, 5):
+        assert blocks.fetch(block) == ()
+        blocks.arrive(block)
+    assert blocks.fetch(3) is None
+    blocks.use(0, 2)
+    blocks.use(5, 6)
+    blocks.frames.budget_bytes = 3 * BLOCK
+    assert blocks.trim() == (4,)
+    blocks.frames.budget_bytes = 2 * BLOCK
+    assert blocks.trim() == (5,)  # used last
+    blocks.check()
+
+
+def test_a_block_is_admitted_beside_what_is_kept_but_not_beside_what_is_used() -> None:
+    blocks = residency([BLOCK] * 4, 2 * BLOCK)
+    come(blocks, 0, 1)
+    blocks.pin(0, 2, kept=True)
+    assert blocks.lend(2) is None
+    assert blocks.admit(2) == ()
+    assert blocks.admit(3) is None
+    blocks.arrive(2)
+    blocks.pin(2)
+    assert blocks.admit(3) is None
+    blocks.unpin(2)
+    assert blocks.trim() == (2,)
 
 
 def test_the_ledger() -> None:

@@ -152,7 +152,7 @@ def test_a_container_whose_merges_make_no_token_is_refused() -> None:
     vocabulary = VocabularyData.from_gguf(bpe_metadata([*LETTERS, "ab"], ["a b"]))
     plain = vocabulary.to_plain() | {"merges": bytes([1, 0, 0, 0, 2, 0, 0, 0])}
     with pytest.raises(JitllmError, match="merges do not fit its tokens"):
-        Tokenizer(VocabularyData.from_plain(plain)).encode("a")
+        Tokenizer(VocabularyData.from_plain(plain, "m.jlm")).encode("a")
 
 
 # Special tokens

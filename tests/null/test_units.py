@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitllm.errors import UsageError
-from jitllm.units import format_duration, format_rate, format_size, parse_size
+from jitllm.units import counted, format_duration, format_rate, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,11 @@ def test_format_duration(seconds: float, text: str) -> None:
 def test_format_duration_never_shows_a_full_unit(seconds: float) -> None:
     text = format_duration(seconds)
     assert not re.match(r"1000|60(\.0)? s|\d+m60s|\d+h60m", text)
+
+
+@pytest.mark.parametrize(
+    ("num", "noun", "text"),
+    [(0, "token", "0 tokens"), (1, "frame", "1 frame"), (2, "entry", "2 entries")],
+)
+def test_a_count_agrees_with_its_noun(num: int, noun: str, text: str) -> None:
+    assert counted(num, noun) == text

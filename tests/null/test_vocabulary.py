@@ -18,7 +18,7 @@ BPE = bpe_metadata(["a", "b", "ab"], ["a b", "b abb"], bos_token_id=1)
 def test_the_plain_form_survives_msgpack(source: dict[str, object]) -> None:
     vocabulary = VocabularyData.from_gguf(source)
     packed = msgpack.packb(vocabulary.to_plain())
-    assert VocabularyData.from_plain(msgpack.unpackb(packed)) == vocabulary
+    assert VocabularyData.from_plain(msgpack.unpackb(packed), "m.jlm") == vocabulary
     assert vocabulary.texts() == source["tokenizer.ggml.tokens"]
 
 
@@ -26,7 +26,7 @@ def test_the_plain_form_survives_msgpack(source: dict[str, object]) -> None:
 def test_any_texts_are_kept(texts: list[str]) -> None:
     vocabulary = VocabularyData.from_gguf(bpe_metadata(texts, ["a b"]))
     assert vocabulary.texts() == texts
-    assert VocabularyData.from_plain(vocabulary.to_plain()) == vocabulary
+    assert VocabularyData.from_plain(vocabulary.to_plain(), "m.jlm") == vocabulary
 
 
 @pytest.mark.parametrize(
@@ -160,4 +160,4 @@ def test_an_empty_vocabulary_can_be_held() -> None:
     plain = VocabularyData.from_gguf(SPM).to_plain()
     plain |= {"tokens": "", "types": b"", "merges": b"", "fragments": "", "stop_ids": []}
     plain |= {"bos_id": None, "eos_id": None, "unk_id": None}
-    assert Tokenizer(VocabularyData.from_plain(plain)).encode("a") == []
+    assert Tokenizer(VocabularyData.from_plain(plain, "m.jlm")).encode("a") == []

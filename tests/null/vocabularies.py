@@ -50,7 +50,7 @@ def bpe_metadata(
 
 def tokenizer(of: dict[str, object]) -> Tokenizer:
     """Through the plain form, as it comes out of a container."""
-    return Tokenizer(VocabularyData.from_plain(VocabularyData.from_gguf(of).to_plain()))
+    return Tokenizer(VocabularyData.from_plain(VocabularyData.from_gguf(of).to_plain(), "m.jlm"))
 
 
 def merge_by_score(text: str, scores: dict[str, float]) -> list[str]:

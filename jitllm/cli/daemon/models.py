@@ -12,7 +12,7 @@ from jitllm.cli.daemon.remote import DEFAULT_ADDRESS, Address, ApiKey, Server, a
 from jitllm.cli.daemon.tables import columns
 from jitllm.cli.screen import print_json, say, table
 from jitllm.errors import UsageError
-from jitllm.units import format_size
+from jitllm.units import counted, format_size
 
 EXAMPLES = """
     jitllmd models
@@ -78,9 +78,9 @@ def _show(model: dict[str, Any], json: bool) -> None:
                 "id": model["id"],
                 "also": ", ".join(model["aliases"]),
                 "path": model["path"],
-                "architecture": f"{model['arch']}, {model['blocks']} blocks, "
+                "architecture": f"{model['arch']}, {counted(model['blocks'], 'block')}, "
                 f"{format_size(model['weight_bytes'])} of weights",
-                "context": f"{model['context_tokens']} tokens",
+                "context": counted(model["context_tokens"], "token"),
                 "chat": ", ".join(model["chat_templates"]) or "no template: a base model",
                 "requests": str(model["sessions"]),
             }

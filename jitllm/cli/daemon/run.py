@@ -19,7 +19,7 @@ from jitllm.cli.screen import note, print_json, say
 from jitllm.engine import Finish
 from jitllm.errors import UsageError
 from jitllm.remote import base_url
-from jitllm.units import format_duration, format_rate
+from jitllm.units import counted, format_duration, format_rate
 
 if TYPE_CHECKING:
     from jitllm.engine import Usage
@@ -104,7 +104,7 @@ async def _run(
             say("\n")
     if not is_finished:
         reply.finish = Finish.CANCELLED
-        note(f"cancelled after {len(reply.ids)} tokens")
+        note(f"cancelled after {counted(len(reply.ids), 'token')}")
     elif reply.usage is not None:
         note(_costs(reply.usage))
     if json:

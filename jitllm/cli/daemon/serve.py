@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +25,7 @@ from jitllm.cli.screen import note, print_json
 from jitllm.config import EngineConfig
 from jitllm.errors import JitllmError, UsageError
 from jitllm.remote import KEY_VARIABLE, split_address
-from jitllm.units import format_duration, parse_size
+from jitllm.units import counted, format_duration, parse_size
 
 if TYPE_CHECKING:
     from jitllm.api.service import Limits, Service
@@ -43,8 +43,6 @@ EXAMPLES = """
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 NO_DASHBOARD = "none; it comes with pip install 'jitllm[ray]'"
-SWITCH_INTERVAL_S = 0.0005
-"""So often a thread may take the interpreter from another: steps must not wait for HTTP."""
 
 
 @engine_flags
@@ -105,8 +103,8 @@ def serve(
     """Serve models over HTTP, in the way that OpenAI's clients expect.
 
     Listens on this machine alone unless -addr says otherwise. -maxmem is for all models together.
-    Ctrl-C or SIGTERM takes no more requests and ends when those under way have ended. With -json,
-    a line on stdout says when the server listens, and where.
+    Ctrl-C, SIGTERM or a closed terminal takes no more requests and ends when those under way have
+    ended. With -json, a line on stdout says when the server listens, and where.
     """
     if len(id or ()) > len(load or ()):
         raise UsageError("there are more -id than -load", "give each model one -id at most")
@@ -197,8 +195,10 @@ async def _serve(
     from jitllm.api.app import create_app
     from jitllm.cli.daemon.http import HttpServer
     from jitllm.cli.daemon.shelf import Shelf
+    from jitllm.jit.threads import let_steps_in
 
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    import_module("jitllm.compose")  # here, where no reply has to wait for it
+    let_steps_in()
     shelf = Shelf(config, Progress, cluster.how if cluster else None)
     try:
         app = create_app(shelf, limits)
@@ -214,7 +214,7 @@ async def _serve(
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not running.done():
-            note(f"stopping; {len(service.sessions)} requests under way")
+            note(f"stopping; {counted(len(service.sessions), 'request')} under way")
             service.is_draining = True
             stop.clear()
             server.should_exit = True
@@ -237,10 +237,11 @@ async def _load(shelf: Shelf, wanted: list[tuple[Path, str | None]]) -> None:
 
 
 def _signalled() -> asyncio.Event:
-    """Is set by the signals that ask for the end."""
+    """Is set by the signals that ask for the end, as far as whoever started us lets them."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, stop.set)
     return stop
 
 

@@ -6,6 +6,7 @@ Knows engines and files. Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jitllm.api.models import Load, Served
 from jitllm.config import EngineConfig
 from jitllm.engine import Pages
-from jitllm.errors import UsageError
+from jitllm.errors import JitllmError, UsageError
 from jitllm.log import logger
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Shelf:
             self._say(loaded.notes)
             own = load.maxmem_bytes is not None
             self._places[model_id] = _Place(loaded, served, loaded.config.maxmem_bytes, own)
+            gc.freeze()  # a model stays for long: the garbage collector need not go over it
             return served
 
     async def unload(self, model_id: str) -> None:
@@ -106,6 +108,10 @@ class Shelf:
         async with self._lock:
             await place.loaded.close()
             await self._divide(None)
+        del place
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
     async def place(self, model_id: str, budget_bytes: int) -> Pages:
         """Give a model a budget of its own."""
@@ -115,24 +121,27 @@ class Shelf:
             return await place.loaded.engine.set_budget(budget_bytes)
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
-        """The host's processor."""
+        """Those of this machine, and why -devices leaves some of them out."""
+        from jitllm.devices.choose import DeclinedDevice, choose_devices, reports
+        from jitllm.devices.grammar import parse_devices
         from jitllm.jit import threads, tiers
-        from jitllm.memory import budget
+        from jitllm.memory.host import host_devices
 
-        room = budget.probe()
+        available = host_devices(self._config.threads or threads.default_threads())
+        try:
+            _, declined = choose_devices(parse_devices(self._config.devices), available)
+        except JitllmError as error:  # a list that asks for what there is not takes nothing
+            declined = tuple(DeclinedDevice(device.name, str(error)) for device in available)
+        cpu = {"processor": tiers.cpu_name(), "tier": tiers.choose().name}
         return [
-            {
-                "name": "cpu",
-                "kind": "host",
-                "processor": tiers.cpu_name(),
-                "tier": tiers.choose().name,
-                "threads": threads.default_threads(),
-                "memory_bytes": room.memory_bytes,
-                "budget_bytes": room.budget_bytes,
-                "models": list(self._places),
+            report
+            | cpu
+            | {
+                "models": [] if report["declined"] else list(self._places),
                 "runtime": self._runtime,
                 "notes": self.notes(),
             }
+            for report in reports(available, declined)
         ]
 
     def notes(self) -> Sequence[str]:
@@ -141,6 +150,7 @@ class Shelf:
 
     async def close(self) -> None:
         """Close every model."""
+        gc.unfreeze()
         for model_id in list(self._places):
             place = self._places.pop(model_id)
             await place.loaded.close()
@@ -182,7 +192,7 @@ class Shelf:
         return parts[-1]
 
     async def _served(self, loaded: Loaded, path: Path, model_id: str) -> Served:
-        await asyncio.to_thread(loaded.tokenizer.prepare)
+        await asyncio.to_thread(_prepare, loaded)
         stats = await loaded.engine.stats()
         alias = () if path.stem == model_id or self.get(path.stem) else (path.stem,)
         return Served(
@@ -212,9 +222,14 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
     return [total * weight // whole if whole else 0 for weight in weights]
 
 
+def _prepare(loaded: Loaded) -> None:
+    """Make what the first request would have to wait for."""
+    loaded.tokenizer.prepare()
+    _ = loaded.chat
+
+
 def _bytes_of(loaded: Loaded) -> int:
-    header = loaded.header
-    return header.dense.length + sum(extent.length for extent in header.blocks)
+    return loaded.header.weight_bytes
 
 
 def _weight_bytes(path: Path) -> int:

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from jitllm.cli.command import INTERRUPTED, AsJson, verb
-from jitllm.cli.daemon.place import describe
 from jitllm.cli.daemon.remote import DEFAULT_ADDRESS, Address, ApiKey, Server
+from jitllm.cli.daemon.report import device_lines, moves_line, pages_lines
 from jitllm.cli.screen import print_json, say
 from jitllm.errors import UsageError
-from jitllm.units import format_duration, format_size
+from jitllm.units import counted, format_duration, format_size
 
 EXAMPLES = """
     jitllmd stats
@@ -36,7 +36,10 @@ def stats(
     api_key: ApiKey = "",
     json: AsJson = False,
 ) -> int:
-    """Show a server's requests, steps, memory and page-ins. With -json, one object each time."""
+    """Show a server's requests, steps, memory, page-ins, devices and moves.
+
+    With -json, one object each time.
+    """
     if interval < LEAST_INTERVAL_MS:
         raise UsageError(f"-interval {interval} is too small", f"the least is {LEAST_INTERVAL_MS}")
     server = Server(addr, api_key)
@@ -61,19 +64,20 @@ def _lines(found: dict[str, Any], before: dict[str, Any] | None) -> str:
     server = found["server"]
     text = (
         f"jitllmd {server['version']}   up {format_duration(server['uptime_s'])}   "
-        f"{len(found['models'])} models   {server['sessions']} requests\n"
+        f"{counted(len(found['models']), 'model')}   {counted(server['sessions'], 'request')}\n"
     )
     steps_before = {m["id"]: m["steps"] for m in before["models"]} if before else {}
     passed_s = server["uptime_s"] - before["server"]["uptime_s"] if before else 0.0
     for m in found["models"]:
-        text += describe(m)
+        text += "".join(f"{line}\n" for line in pages_lines(m))
         text += f"running {m['running']}   waiting {m['waiting']}   steps {m['steps']}"
         if passed_s > 0 and m["id"] in steps_before:
             text += f" ({(m['steps'] - steps_before[m['id']]) / passed_s:.1f} a second)"
         text += (
             f"   KV {format_size(m['kv_bytes'])}   scratch {format_size(m['scratch_bytes'])}   "
-            f"{m['threads']} threads of {m['tier']}\n"
+            f"{counted(m['threads'], 'thread')} of {m['tier']}\n"
         )
+        text += "".join(f"{line}\n" for line in (*device_lines(m["devices"]), *moves_line(m)))
     return text
 
 

@@ -9,7 +9,7 @@ from jitllm.kernels.op import Buffer, Weight
 
 @dataclass(frozen=True, slots=True)
 class MatMul:
-    """dst[r, i] = sum over j of weight[i, j] * src[r, j] (+ bias[i]) (+ add[r, i]).
+    """dst[r, i] = (sum over j of weight[i, j] * src[r, j] (+ bias[i])) * scale (+ add[r, i]).
 
     src: Q8 records for quantised formats, f32 for float formats; width = weight.cols.
     dst: f32, width = weight.rows. bias: f32 vector. add: f32 residual like dst; may be dst.
@@ -25,7 +25,7 @@ class MatMul:
       the f16 widened. a_sum: the f32 sum in the activation's record, of the 32 or of the half that
       the min covers.
     - Float: acc = fma(float(w), x, acc) in column order.
-    Then acc + bias, then acc + add.
+    Then acc + bias, then acc * scale (rounded to f32), then acc + add.
     """
 
     src: Buffer
@@ -33,6 +33,7 @@ class MatMul:
     weight: Weight
     bias: Weight | None = None
     add: Buffer | None = None
+    scale: float = 1.0
 
     @property
     def reads(self) -> tuple[Buffer, ...]:

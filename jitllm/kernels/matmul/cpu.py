@@ -29,11 +29,13 @@ from jitllm.kernels.layout import (
     num_tiles,
 )
 from jitllm.kernels.matmul import MatMul
-from jitllm.kernels.op import PANEL_TOKENS, Count, Ctx, Env, KernelSpec, Launch, Rows
+from jitllm.kernels.op import PANEL_TOKENS, Count, Ctx, Env, KernelSpec, Launch, Rows, f32_bits
 
-SRC, DST, WEIGHT, BIAS, ADD, SRC_STRIDE, DST_STRIDE, GROUPS, ROWS, TILES, COUNT_WORD = range(11)
+SRC, DST, WEIGHT, BIAS, ADD, SRC_STRIDE, DST_STRIDE = range(7)
+GROUPS, ROWS, TILES, COUNT_WORD, SCALE = range(7, 12)
 """Argument words: addresses (BIAS and ADD may be 0), bytes between rows (ADD's are DST's), groups
-of a row, weight rows, tiles, and the word of the step context that counts the activation rows."""
+of a row, weight rows, tiles, the word of the step context that counts the activation rows, and the
+bits of the scale."""
 
 _OPERANDS = GROUP // 4
 """Vectors of 16 x 4 weights in a group."""
@@ -58,6 +60,7 @@ def launches(op: MatMul, env: Env) -> list[Launch]:
         op.weight.rows,
         tiles,
         int(Ctx.NUM_OUTPUTS if is_outputs else Ctx.NUM_TOKENS),
+        f32_bits(op.scale),
     )
     count = Count.OUTPUT_PANELS if is_outputs else Count.TOKEN_PANELS
     spec = KernelSpec.of("matmul", format=op.weight.format.name)
@@ -67,23 +70,58 @@ def launches(op: MatMul, env: Env) -> list[Launch]:
 def emit(k: Kernel, *, format: str) -> None:
     """The kernel of one weight format."""
     fmt = FORMATS[FormatCode[format]]
-    sums = k.stack(f32, TILE_ROWS * max(block_sizes(k)))
-    tiles, groups = k.arg(TILES), k.arg(GROUPS)
+    product = Product(k, fmt, k.arg(GROUPS))
+    tiles = k.arg(TILES)
     num_rows = k.load(k.params[0] + k.arg(COUNT_WORD) * 8, i64)
-    size = k.var(0, i64)
     with k.items() as item:
         panel, tile = item.udiv(tiles), item.urem(tiles)
-        weights = k.arg(WEIGHT) + tile * _tile_bytes(fmt, groups)
-        row = k.var(panel * PANEL_TOKENS)
-        stop = k.min(panel * PANEL_TOKENS + PANEL_TOKENS, num_rows)
+        start = panel * PANEL_TOKENS
+        stop = k.min(start + PANEL_TOKENS, num_rows)
+        product.rows(
+            k.arg(WEIGHT) + tile * product.tile_bytes,
+            start,
+            stop,
+            lambda row: k.arg(SRC) + row * k.arg(SRC_STRIDE),
+            lambda row, size: _finish(k, tile, row, size, product.sums),
+        )
 
-        def block(rows: int) -> None:
-            _block(k, fmt, weights, groups, row.get(), rows, sums)
-            size.set(rows)
+
+class Product:
+    """Emits the products of tiles with activation rows. sums: f32 [rows of a block, 16], where the
+    products of a block are until they are written."""
+
+    def __init__(self, k: Kernel, fmt: Format, groups: Value) -> None:
+        self.k = k
+        self.fmt = fmt
+        self.groups = groups
+        self.tile_bytes = _tile_bytes(fmt, groups)
+        self.sums = k.stack(f32, TILE_ROWS * max(block_sizes(k)))
+        self._row, self._size = k.var(0, i64), k.var(0, i64)
+
+    def rows(
+        self,
+        weights: Value,
+        start: Value,
+        stop: Value,
+        source: Callable[[Value], Value],
+        write: Callable[[Value, Value], None],
+    ) -> None:
+        """The tile at `weights` times activation rows [start, stop), block by block.
+
+        source(row): where the activations of a row are. write(row, size): what is done with the
+        sums of rows [row, row + size).
+        """
+        k, row, size = self.k, self._row, self._size
+        row.set(start)
+
+        def block(num_rows: int) -> None:
+            sources = [source(row.get() + r) for r in range(num_rows)]
+            _block(k, self.fmt, weights, self.groups, sources, self.sums)
+            size.set(num_rows)
 
         with k.while_(lambda: row.get() < stop):
             _first_that_fits(k, stop - row.get(), block_sizes(k), block)
-            _finish(k, tile, row.get(), size.get(), sums)
+            write(row.get(), size.get())
             row.set(row.get() + size.get())
 
 
@@ -115,12 +153,10 @@ def _tile_bytes(fmt: Format, groups: Value) -> Value:
 
 
 def _block(
-    k: Kernel, fmt: Format, weights: Value, groups: Value, row: Value, size: int, sums: Value
+    k: Kernel, fmt: Format, weights: Value, groups: Value, sources: Sequence[Value], sums: Value
 ) -> None:
-    """The dot products of one tile with `size` activation rows, into `sums`: f32 [size, 16]."""
-    src, stride = k.arg(SRC) + row * k.arg(SRC_STRIDE), k.arg(SRC_STRIDE)
-    sources = [src + stride * r for r in range(size)]
-    acc = [k.var(k.const(0.0, f32v)) for _ in range(size)]
+    """The dot products of one tile with some activation rows, into `sums`: f32 [rows, 16]."""
+    acc = [k.var(k.const(0.0, f32v)) for _ in sources]
     if fmt.super_cols:
         _super_groups(k, fmt, weights, groups, sources, acc)
     else:
@@ -128,8 +164,8 @@ def _block(
         source_bytes = ACT_RECORD_BYTES if fmt.is_quantized else GROUP * 4
         with k.loop(0, groups) as g:
             step(weights + g * fmt.group_bytes, [s + g * source_bytes for s in sources], acc)
-    for r in range(size):
-        k.store(acc[r].get(), sums + r * WORD_ROW_BYTES, align=64)
+    for r, total in enumerate(acc):
+        k.store(total.get(), sums + r * WORD_ROW_BYTES, align=64)
 
 
 def _super_groups(
@@ -247,8 +283,9 @@ def _floats(k: Kernel, fmt: Format) -> Step:
 
 
 def _finish(k: Kernel, tile: Value, row: Value, size: Value, sums: Value) -> None:
-    """sums + bias + add, to dst; only the weight rows that exist are read and written."""
+    """(sums + bias) * scale + add, to dst; only the weight rows that exist are read and written."""
     bias, add, dst, stride = (k.arg(word) for word in (BIAS, ADD, DST, DST_STRIDE))
+    scale = k.arg(SCALE).trunc(i32).as_f32()
     column = tile * WORD_ROW_BYTES
     lanes = k.arg(ROWS) - tile * TILE_ROWS
 
@@ -256,6 +293,7 @@ def _finish(k: Kernel, tile: Value, row: Value, size: Value, sums: Value) -> Non
         y = k.var(k.load(sum_at, kind))
         with k.if_(bias.ne(0)):
             y.set(y.get() + k.load(bias + bias_at, kind))
+        y.set(y.get() * scale)
         with k.if_(add.ne(0)):
             y.set(y.get() + k.load(add + at, kind))
         k.store(y.get(), dst + at)

@@ -195,6 +195,7 @@ def matmul(
     src: NDArray[Any],
     bias: F32s | None = None,
     add: F32s | None = None,
+    scale: float = 1.0,
 ) -> F32s:
     """The product f32 [tokens, rows]. src: records uint8 [tokens, groups * 64], or f32
     [tokens, cols] for float formats. bias: f32 [rows]. add: f32 [tokens, rows]."""
@@ -205,6 +206,7 @@ def matmul(
         total = _float_product(read_floats(fmt, data, rows, cols)[:, :cols], src)
     if bias is not None:
         total = total + bias
+    total = total * np.float32(scale)
     return total if add is None else total + add
 
 

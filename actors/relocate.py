@@ -1,0 +1,408 @@
+"""Moves blocks from one device to another while replies go on.
+
+Prepare: the destination makes room, has weights brought, and takes the history of every sequence
+in, in rounds up to a watermark, each parcel followed by a pause so that replies keep their rate.
+Hand over, between two steps: what was computed since the last round, then ownership, in a new
+epoch. Until then the source owns the blocks, and whatever fails before leaves everything as it was.
+
+Knows the route and positions. Knows no request and no plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Protocol
+
+from actors.actor import Ref
+from actors.mailbox import Stopped
+from actors.messages import (
+    Abandon,
+    Adopt,
+    Bring,
+    Brought,
+    Drop,
+    Hand,
+    Lend,
+    Lent,
+    Missing,
+    Open,
+    Pack,
+    Parcel,
+    Piece,
+    Prepare,
+    Refused,
+    Release,
+    Unpack,
+    Unpacked,
+)
+from actors.route import Route, Site
+from jitllm.engine import Moved, MoveTotals
+from jitllm.errors import PlacementError
+from jitllm.log import logger
+from jitllm.schedule.placement import Move as PlannedMove
+from jitllm.schedule.placement import Placement, shown_blocks
+from jitllm.schedule.placement_map import attached
+from jitllm.schedule.relocation import Range, Watermarks
+from jitllm.schedule.sequence import Sequence as TokenStream
+from jitllm.units import format_size
+
+PARCEL_BYTES = 1 << 20
+"""Most that is copied at once: a fraction of a millisecond, in which a device does nothing else."""
+
+CLOSE_STEPS = 2
+"""Once so few steps' positions are missing, they are handed over with the blocks."""
+
+MAX_ROUNDS = 64
+"""Rounds after which blocks are handed over, however far the history still lags."""
+
+_log = logger(__name__)
+
+
+class Replies(Protocol):
+    """What a mover needs of the scheduler."""
+
+    def running(self) -> Sequence[TokenStream]:
+        """The sequences that have seats."""
+        ...
+
+    def opening(self, sequence: TokenStream) -> Open:
+        """What gives a sequence a seat somewhere else."""
+        ...
+
+    def between_steps(self) -> AbstractAsyncContextManager[float]:
+        """No step runs within it; the moment at which the last one ended."""
+        ...
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that were sampled so far."""
+        ...
+
+
+@dataclass(slots=True)
+class _Move:
+    """One move under way. blocks: by the device that they leave; the head is among them."""
+
+    to: str
+    blocks: dict[str, tuple[int, ...]]
+    base: Placement
+    target: Placement
+    marks: Watermarks
+    began_s: float
+    num_sampled: int
+    num_parcels: int = 0
+    bytes_before: int = 0
+    bytes_paused: int = 0
+    weight_bytes: int = 0
+    pages: int = 0
+    rounds: int = 0
+    origins: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        """That it leads to, or whose messages find that it is over."""
+        return self.target.epoch
+
+    @property
+    def all_blocks(self) -> tuple[int, ...]:
+        return tuple(sorted(block for blocks in self.blocks.values() for block in blocks))
+
+
+class Mover:
+    """The moves of one model, one at a time.
+
+    block_bytes: what each block's weights take, and the dense region, which the head needs, at the
+    end. kv_bytes: what a position takes in each block. share: largest part of the time that
+    copying may take from running replies.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        replies: Replies,
+        block_bytes: Sequence[int],
+        kv_bytes: Sequence[int],
+        share: float,
+    ) -> None:
+        self._route = route
+        self._replies = replies
+        self._block_bytes = tuple(block_bytes)
+        self._kv_bytes = tuple(kv_bytes)
+        self._share = share
+        self._turn = asyncio.Lock()
+        self._claimed: set[int] = set()
+        self._marks: Watermarks | None = None
+        self.num_moves = 0
+        self.num_moved = 0
+        """Blocks that moved so far, in so many moves."""
+        self.totals = MoveTotals()
+        self.last: Moved | None = None
+
+    async def move(
+        self, blocks: Iterable[int], to: str, *, head: bool = False, is_live: bool = True
+    ) -> Moved:
+        """Move `blocks`, and the head if asked, to a device; answered when it owns them.
+
+        is_live: copy while replies go on; otherwise they stand still all the time, which exists to
+        be compared with. Raises `PlacementError`, and nothing has changed.
+        """
+        move = PlannedMove(tuple(sorted(set(blocks))), head, attached(to, self._route.sites))
+        self._route.placement.moved(move.blocks, move.to, head=head)  # or why not, at once
+        async with self.turn([move]):
+            return await self.carry_out(move, is_live=is_live)
+
+    @asynccontextmanager
+    async def turn(self, moves: Iterable[PlannedMove]) -> AsyncIterator[None]:
+        """Nothing else moves within it, and nobody may ask for what `moves` names until its end.
+
+        Raises `PlacementError` when somebody has asked for a part of it before.
+        """
+        num_blocks = self._route.placement.num_blocks
+        claimed = {b for m in moves for b in (*m.blocks, *((num_blocks,) if m.head else ()))}
+        if both := claimed & self._claimed:
+            shown = shown_blocks(sorted(both - {num_blocks}), num_blocks in both)
+            verb = "is" if len(both) == 1 else "are"
+            raise PlacementError(f"{shown} {verb} being moved already", "wait until that is done")
+        self._claimed |= claimed
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._claimed -= claimed
+
+    async def carry_out(
+        self, asked: PlannedMove, *, is_live: bool = True, pins_hold: bool = True
+    ) -> Moved:
+        """A move whose turn it is; see `move`."""
+        base, to = self._route.placement, attached(asked.to, self._route.sites)
+        target = base.moved(asked.blocks, to, head=asked.head, pins_hold=pins_hold)
+        leaving = _leaving(base, target)
+        position_bytes = sum(
+            self._kv_bytes[b] for of in leaving.values() for b in of if b < base.num_blocks
+        )
+        marks = self._marks = Watermarks(position_bytes, PARCEL_BYTES)
+        began_s, sampled = perf_counter(), self._replies.num_sampled
+        move = _Move(to, leaving, base, target, marks, began_s, sampled)
+        if is_live:
+            try:
+                await self._prepare(move)
+            except BaseException:
+                await self._abandon(move)
+                raise
+        return await self._hand_over(move, is_live=is_live)
+
+    def fell_back(self, sequence: int, position: int) -> None:
+        """A sequence is computed again from a position on."""
+        if self._marks is not None:
+            self._marks.fell_back(sequence, position)
+
+    # --- prepare -----------------------------------------------------------------------------
+
+    async def _prepare(self, move: _Move) -> None:
+        """Have everything at the destination, but for what is computed meanwhile."""
+        await self._make_room(move)
+        await self._bring(move)
+        while move.rounds < MAX_ROUNDS and self._lags(move):
+            move.rounds += 1
+            computed = self._computed()
+            while pieces := move.marks.next(computed):
+                began_s = perf_counter()
+                busy_s = await self._carry(move, pieces)
+                await self._rest(busy_s, perf_counter() - began_s)
+
+    async def _make_room(self, move: _Move) -> None:
+        device = self._device(move, move.to)
+        coming = sum(self._block_bytes[block] for block in move.all_blocks)
+        for sequence in self._replies.running():
+            coming += move.marks.position_bytes * sequence.promised_tokens
+        await self._route.divide({move.to: coming})
+        refused: Refused | None = await device.ask(Prepare(move.all_blocks, move.epoch))
+        if refused is not None:
+            raise PlacementError(
+                f"no room for {shown_blocks(move.all_blocks, False)} on {move.to}: "
+                f"{format_size(refused.need_bytes)} are missing",
+                "move fewer blocks, or raise -maxmem",
+            )
+        self._check(move)
+        is_guest = move.to not in move.base.devices
+        if is_guest:
+            self._route.guests = (move.to,)
+        for sequence in tuple(self._replies.running()):
+            if sequence not in self._replies.running():  # it has ended since
+                continue
+            if is_guest:
+                self._check(move)
+                opened = await device.ask(self._replies.opening(sequence))
+                if isinstance(opened, Refused):
+                    raise PlacementError(
+                        f"no room for the history of a reply on {move.to}: "
+                        f"{format_size(opened.need_bytes)} are missing",
+                        "raise -maxmem, or move after it has ended",
+                    )
+            missing = await device.ask(Missing(sequence.id))
+            move.marks.begin(sequence.id, min(missing, sequence.num_computed))
+
+    async def _bring(self, move: _Move) -> None:
+        """Weights, from wherever it is cheaper."""
+        for name, blocks in move.blocks.items():
+            for block in blocks:
+                self._check(move)
+                source, to = self._route.sites[name], self._route.sites[move.to]
+                lent = await self._lend(source, to, block)
+                try:
+                    share = self._share if self._replies.running() else 1.0
+                    frame = None if lent is None else lent.frame
+                    brought: Brought = await to.device.ask(Bring(block, frame, share))
+                finally:
+                    if lent is not None:
+                        await source.pager.tell(Release(lent.lease))
+                move.weight_bytes += brought.num_bytes
+                move.origins[brought.origin] = move.origins.get(brought.origin, 0) + 1
+
+    async def _lend(self, source: Site, to: Site, block: int) -> Lent | None:
+        """The frame of a block, where the destination can read it."""
+        if source.node != to.node or block == self._route.placement.num_blocks:
+            return None
+        lent: Lent | None = await source.pager.ask(Lend(block, to.device.name))
+        return lent
+
+    def _computed(self) -> dict[int, int]:
+        return {sequence.id: sequence.num_computed for sequence in self._replies.running()}
+
+    def _lags(self, move: _Move) -> bool:
+        """Whether more is missing than a few steps compute."""
+        computed = self._computed()
+        return move.marks.lag(computed) > CLOSE_STEPS * len(computed)
+
+    async def _carry(self, move: _Move, pieces: Iterable[Range]) -> float:
+        """Copy pieces of history; how long the devices were busy with it."""
+        streams = {sequence.id: sequence for sequence in self._replies.running()}
+        named = tuple(
+            Piece(p.sequence, p.start, tuple(streams[p.sequence].tokens[p.start : p.stop]))
+            for p in pieces
+            if p.sequence in streams
+        )
+        busy_s = 0.0
+        for name, blocks in move.blocks.items():
+            self._check(move)
+            source, to = self._route.sites[name], self._route.sites[move.to]
+            held = tuple(block for block in blocks if block < move.base.num_blocks)
+            inline = source.node != to.node
+            move.num_parcels += 1
+            pack = Pack(held, named, inline, move.epoch, move.num_parcels)
+            parcel: Parcel = await source.device.ask(pack)
+            unpacked: Unpacked = await to.device.ask(Unpack(parcel))
+            move.bytes_before += parcel.num_bytes
+            move.pages += unpacked.num_pages
+            busy_s += parcel.seconds + unpacked.seconds
+        for piece in pieces:
+            move.marks.arrived(piece)
+        return busy_s
+
+    async def _rest(self, busy_s: float, took_s: float) -> None:
+        """Leave replies their share of the time."""
+        if self._replies.running():
+            await asyncio.sleep(max(busy_s / self._share - took_s, 0.0))
+
+    # --- hand over ---------------------------------------------------------------------------
+
+    async def _hand_over(self, move: _Move, *, is_live: bool) -> Moved:
+        """What is left of the history, then ownership."""
+        route = self._route
+        async with self._replies.between_steps() as since_s:
+            try:
+                if not is_live:
+                    await self._make_room(move)
+                    await self._bring(move)
+                self._check(move)
+                before = move.bytes_before
+                while pieces := move.marks.next(self._computed()):
+                    await self._carry(move, pieces)
+                for name, blocks in move.blocks.items():
+                    await self._device(move, name).ask(Hand(blocks, move.epoch))
+                await self._device(move, move.to).ask(Adopt(move.all_blocks, move.epoch))
+            except BaseException:  # before the next step finds blocks that nobody owns
+                await self._abandon(move)
+                raise
+            route.placement, route.guests = move.target, ()
+            done_s = perf_counter()
+        move.bytes_paused = move.bytes_before - before
+        move.bytes_before = before
+        await self._clear_away(move)
+        self.num_moved += len(move.all_blocks)
+        self.num_moves += 1
+        self.last = self._report(move, since_s, done_s)
+        self.totals = self.totals.plus(self.last)
+        return self.last
+
+    async def _clear_away(self, move: _Move) -> None:
+        """The source gives back what it held; one that died has."""
+        route = self._route
+        for name in move.blocks:
+            if name in route.sites:
+                with suppress(Stopped):
+                    await route.sites[name].device.tell(Drop(move.epoch))
+            await route.leave(name)
+        with suppress(Stopped):
+            await route.divide()
+
+    def _report(self, move: _Move, since_s: float, done_s: float) -> Moved:
+        return Moved(
+            blocks=shown_blocks(
+                [b for b in move.all_blocks if b < move.base.num_blocks],
+                move.base.num_blocks in move.all_blocks,
+            ),
+            to=move.to,
+            placement=str(move.target),
+            epoch=move.target.epoch,
+            pause_s=done_s - since_s,
+            prepare_s=since_s - move.began_s,
+            bytes_before=move.bytes_before,
+            bytes_paused=move.bytes_paused,
+            weight_bytes=move.weight_bytes,
+            weights_from=dict(move.origins),
+            pages=move.pages,
+            rounds=move.rounds,
+            tokens_meanwhile=self._replies.num_sampled - move.num_sampled,
+        )
+
+    def _check(self, move: _Move) -> None:
+        """Raise `PlacementError` when a loss has ended a move."""
+        if self._route.placement.epoch != move.base.epoch:
+            raise PlacementError("a device was lost meanwhile", "move again")
+
+    def _device(self, move: _Move, name: str) -> Ref:
+        """A device that a move is about."""
+        self._check(move)
+        return self._route.sites[name].device
+
+    async def _abandon(self, move: _Move) -> None:
+        """Nothing has happened."""
+        route = self._route
+        route.guests = ()
+        if route.placement.epoch == move.base.epoch:
+            # Late messages of this move must find that it is over.
+            route.placement = replace(move.base, epoch=move.epoch)
+        for name in (move.to, *move.blocks):  # in this order, or a block may have two owners
+            if name in route.sites:
+                with suppress(Stopped):  # its successor knows of no move
+                    await route.sites[name].device.ask(Abandon(move.epoch))
+        await route.leave(move.to)
+        with suppress(Stopped):
+            await route.divide()
+
+
+def _leaving(base: Placement, target: Placement) -> dict[str, tuple[int, ...]]:
+    """What changes its device, by the one that it leaves; the head is the number after the last
+    block."""
+    leaving: dict[str, list[int]] = {}
+    for block, (before, after) in enumerate(zip(base.blocks, target.blocks, strict=True)):
+        if before != after:
+            leaving.setdefault(before, []).append(block)
+    if base.head != target.head:
+        leaving.setdefault(base.head, []).append(base.num_blocks)
+    return {name: tuple(blocks) for name, blocks in leaving.items()}

@@ -1,0 +1,260 @@
+"""The devices of one model, who of them owns what, and the way of a step through them.
+
+Knows refs and the placement, which is the truth about who owns a block. Knows no request and no
+plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+
+from actors.actor import Ref
+from actors.mailbox import Lost, Stopped
+from actors.messages import (
+    Carried,
+    Close,
+    Cut,
+    Forget,
+    Open,
+    Opened,
+    Own,
+    PagerStats,
+    PagerStatsRequest,
+    Place,
+    Refused,
+    SetBudget,
+    Step,
+    StepDone,
+    Steps,
+)
+from jitllm.errors import JitllmError
+from jitllm.schedule.place import Need, divide_budget
+from jitllm.schedule.placement import Placement
+from jitllm.schedule.step import Span
+
+MAX_LOSSES = 3
+"""Deaths of a device in a row after which it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device and what belongs to it. node: where it is; handles are of use within a node."""
+
+    device: Ref
+    pager: Ref
+    node: str = ""
+
+
+class Route:
+    """Where the blocks of a model are computed. `guests`: devices that blocks are about to go to.
+
+    Sequences are opened at every device that has a part of the model, and at guests, so that what
+    is admitted while blocks move is expected at both ends.
+    """
+
+    def __init__(self, sites: Mapping[str, Site], placement: Placement, budget_bytes: int) -> None:
+        self.sites = dict(sites)
+        self._budget_bytes = budget_bytes
+        self._placement = placement
+        self._legs = placement.legs()
+        self._dividing = asyncio.Lock()
+        self.guests: tuple[str, ...] = ()
+        self.lost: tuple[str, ...] = ()
+        """Devices that did not come back after a loss."""
+
+    @property
+    def placement(self) -> Placement:
+        """Who owns what."""
+        return self._placement
+
+    @placement.setter
+    def placement(self, placement: Placement) -> None:
+        self._placement = placement
+        self._legs = placement.legs()
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a step is computed by one device."""
+        return len(self._legs) == 1
+
+    def name_of(self, actor: str) -> str:
+        """The device that an actor is, or whose pager it is; KeyError for another actor."""
+        for name, site in self.sites.items():
+            if actor in (site.device.name, site.pager.name):
+                return name
+        raise KeyError(actor)
+
+    def owned_by(self, name: str) -> tuple[int, ...]:
+        """Blocks of a device; the number after the last one stands for the head."""
+        placement = self._placement
+        head = (placement.num_blocks,) if placement.head == name else ()
+        return (*sorted(placement.blocks_on(name)), *head)
+
+    async def settle(self) -> None:
+        """Tell every device what is its own: at the start, and after a loss."""
+        for name, site in self.sites.items():
+            await site.device.ask(Own(self.owned_by(name), self._placement.epoch))
+        await self.divide()
+
+    async def recover(self) -> None:
+        """Begin again after a loss: no sequence has a seat, and every block an owner that lives.
+
+        Devices that will not come back leave their blocks to their neighbours. Raises `Stopped`
+        when there is none left.
+        """
+        self.guests = ()
+        num_losses: Counter[str] = Counter()
+        while True:
+            self.placement = replace(self._placement, epoch=self._placement.epoch + 1)
+            try:
+                await self.settle()
+            except Stopped as error:
+                num_losses[error.name] += 1
+                # Its successor is asked next, unless there is none, or it dies again and again.
+                if not isinstance(error, Lost) or num_losses[error.name] > MAX_LOSSES:
+                    await self._bury(self.name_of(error.name), error)
+            else:
+                return
+
+    async def _bury(self, dead: str, error: Stopped) -> None:
+        """Give the blocks of a device that is no more to who is next to them on the route."""
+        if len(self.sites) == 1:
+            raise error
+        site = self.sites.pop(dead)
+        self.lost += (dead,)
+        owners = [*self._placement.blocks, self._placement.head]
+        for index, owner in enumerate(owners):
+            if owner == dead:
+                after = next((o for o in owners[index:] if o in self.sites), None)
+                owners[index] = owners[index - 1] if index else after or next(iter(self.sites))
+        self.placement = replace(self._placement, blocks=tuple(owners[:-1]), head=owners[-1])
+        with suppress(Stopped):  # what the dead held goes, and what it would compute with
+            await site.pager.ask(Forget(site.device))
+            await site.pager.ask(Place((), dense=False))
+
+    async def open(self, opening: Open) -> Opened | Refused:
+        """Give a sequence a seat at every device; how many positions all of them have of it."""
+        limit = opening.max_cached
+        while True:
+            counts = []
+            for name in self._placement.devices:
+                try:
+                    opened = await self._device(name).ask(replace(opening, max_cached=limit))
+                except Stopped:
+                    raise
+                except JitllmError:
+                    await self.close(opening.sequence)
+                    raise
+                if isinstance(opened, Refused):
+                    await self.close(opening.sequence)
+                    return opened
+                counts.append(opened.num_cached)
+            limit = min(counts)
+            if limit == max(counts):
+                break
+        for name in self.guests:
+            with suppress(Stopped):  # whose move fails then
+                await self._device(name).ask(replace(opening, must_fit=True))
+        return Opened(opening.sequence, limit)
+
+    async def close(self, sequence: int) -> None:
+        """Free the seats of a sequence."""
+        for name in self._placement.devices:
+            await self._device(name).ask(Close(sequence))
+        for name in self.guests:
+            with suppress(Stopped):
+                await self._device(name).ask(Close(sequence))
+
+    async def leave(self, name: str) -> None:
+        """Free everything at a device, unless it has a part of the model."""
+        for _ in range(MAX_LOSSES):
+            if name not in self.sites or name in self._placement.devices:
+                return
+            try:
+                await self._device(name).ask(Own((), self._placement.epoch))
+            except Lost:  # its successor does not know what its pager serves
+                continue
+            except Stopped:  # and all it had is gone
+                pass
+            return
+
+    async def steps(self, step_id: int, spans: tuple[Span, ...]) -> AsyncGenerator[StepDone, None]:
+        """A forward pass, and the same again with the tokens that it sampled, until there is a
+        reason to plan anew."""
+        if not self.is_single:
+            yield await self.step(step_id, spans, ())
+            return
+        leg = self._legs[0]
+        first = Step(step_id, spans, leg.start, leg.stop, leg.has_head)
+        async with aclosing(self._device(leg.device).follow(Steps(first))) as steps:
+            async for done in steps:
+                yield done
+
+    async def step(
+        self, step_id: int, spans: tuple[Span, ...], logits: tuple[int, ...]
+    ) -> StepDone:
+        """One forward pass, leg by leg."""
+        hidden: Carried | None = None
+        for index, leg in enumerate(self._legs):
+            is_last = index + 1 == len(self._legs)
+            node = self.sites[leg.device].node
+            done = await self._device(leg.device).ask(
+                Step(
+                    step_id,
+                    spans,
+                    leg.start,
+                    leg.stop,
+                    leg.has_head,
+                    hidden,
+                    not is_last and self.sites[self._legs[index + 1].device].node != node,
+                    logits,
+                )
+            )
+            hidden = done.hidden
+        return done
+
+    async def cut(self) -> None:
+        """Let `steps` end."""
+        if self.is_single:
+            with suppress(Stopped):  # then it begins none either
+                await self._device(self._legs[0].device).tell(Cut())
+
+    async def set_budget(self, num_bytes: int) -> None:
+        """Change what a model may take on each host."""
+        self._budget_bytes = num_bytes
+        await self.divide()
+
+    async def divide(self, coming: Mapping[str, int] | None = None) -> None:
+        """Divide what a model may take on a host among the pagers of its devices there.
+
+        coming: bytes that devices need besides what is placed there already.
+        """
+        async with self._dividing:  # or two divisions would make one that adds up to neither
+            await self._divide(coming or {})
+
+    async def _divide(self, extra: Mapping[str, int]) -> None:
+        num_bytes = self._budget_bytes
+        nodes = {site.node for site in self.sites.values()}
+        for node in nodes:
+            names = [name for name, site in self.sites.items() if site.node == node]
+            pagers = [self.sites[name].pager for name in names]
+            if len(pagers) == 1:
+                await pagers[0].ask(SetBudget(num_bytes))
+                continue
+            stats: list[PagerStats] = [await pager.ask(PagerStatsRequest()) for pager in pagers]
+            needs = [
+                Need(name, s.fixed_bytes, s.placed_bytes + extra.get(name, 0))
+                for name, s in zip(names, stats, strict=True)
+            ]
+            shares = divide_budget(num_bytes, needs)
+            # Who gets less goes first, so that no more than all of it is taken at any time.
+            order = sorted(range(len(pagers)), key=lambda i: shares[i] - stats[i].budget_bytes)
+            for i in order:
+                await pagers[i].ask(SetBudget(shares[i]))
+
+    def _device(self, name: str) -> Ref:
+        return self.sites[name].device
