@@ -182,6 +182,14 @@ _ENGINE_FLAGS = (
         help="A device that dies ends its requests with an error; else their replies go on, with "
         "what was lost computed again.",
     ),
+    _flag(
+        "move_share",
+        int,
+        10,
+        "-move-share",
+        metavar="PERCENT",
+        help="Most of the time that a move of blocks may take from running replies, 1 to 99.",
+    ),
     _flag("kv_type", str, "f16", "-kv-type", metavar="TYPE", help="Keys and values: f16 or f32."),
     _flag(
         "read_ahead",
@@ -315,6 +323,7 @@ def _config(
     placement_strict: bool,
     gpu_layers: int,
     no_fallback: bool,
+    move_share: int,
     kv_type: Any,
     read_ahead: Any,
     page_size: int | None,
@@ -333,6 +342,7 @@ def _config(
         placement_strict=placement_strict,
         gpu_layers=gpu_layers,
         fallback=not no_fallback,
+        move_share=_within(move_share, 1, 99, "-move-share") / 100,
         kv_type=kv_type,
         read_ahead=read_ahead,
         page_size_tokens=page_size,
