@@ -88,11 +88,6 @@ class AnyRuntime(Protocol):
         """The name of this node; empty where there are no others."""
         ...
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The names of the other nodes."""
-        ...
-
     async def start(
         self, recipe: Recipe, name: str, *, restarts: bool = False, node: str = ""
     ) -> Ref:

@@ -19,14 +19,27 @@ from actors.messages import (
     Move,
     PagerStats,
     PagerStatsRequest,
+    Park,
     Rebudget,
+    Resume,
     SchedulerStats,
     SchedulerStatsRequest,
+    Sessions,
+    SessionsRequest,
     Shrink,
     Submit,
 )
 from actors.route import Site
-from jitllm.engine import Delta, DeviceUse, EngineStats, Moved, Pages, Request
+from jitllm.engine import (
+    Delta,
+    DeviceUse,
+    EngineStats,
+    Moved,
+    Pages,
+    ParkedIn,
+    Request,
+    SessionState,
+)
 from jitllm.schedule.placement import Placement
 from jitllm.schedule.placement_map import parse_map
 
@@ -67,6 +80,21 @@ class Client:
         arranged: Arranged = await self._scheduler.ask(Arrange(parse_map(placement), strict))
         return arranged.moves
 
+    async def park(self, name: str, to: ParkedIn = "disk") -> tuple[SessionState, ...]:
+        """Let a request wait without pages; see `Engine.park`."""
+        parked: Sessions = await self._scheduler.ask(Park(name, to))
+        return parked.states
+
+    async def resume(self, name: str) -> tuple[SessionState, ...]:
+        """Let a request go on; see `Engine.resume`."""
+        resumed: Sessions = await self._scheduler.ask(Resume(name))
+        return resumed.states
+
+    async def sessions(self) -> tuple[SessionState, ...]:
+        """Every sequence under way; see `Engine.sessions`."""
+        sessions: Sessions = await self._scheduler.ask(SessionsRequest())
+        return sessions.states
+
     async def stats(self) -> EngineStats:
         """A snapshot."""
         scheduler: SchedulerStats = await self._scheduler.ask(SchedulerStatsRequest())
@@ -96,6 +124,10 @@ class Client:
             losses=scheduler.losses,
             recovery_s=scheduler.recovery_s,
             lost=tuple(name for name in self._sites if name not in uses),
+            parked=scheduler.parked,
+            parked_disk_bytes=scheduler.parked_disk_bytes,
+            parked_memory_bytes=scheduler.parked_memory_bytes,
+            park_totals=scheduler.park_totals,
         )
 
     async def _uses(self) -> dict[str, tuple[PagerStats, DeviceStats]]:

@@ -115,15 +115,7 @@ class Cluster:
         That is the name of the machine, or its address where several have one name; the id of each
         is Ray's. This node is among them.
         """
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        alive = [node for node in nodes if node["Alive"]]
-        hosts = Counter(node["NodeManagerHostname"] for node in alive)
-        return {
-            node["NodeManagerHostname"]
-            if hosts[node["NodeManagerHostname"]] == 1
-            else node["NodeManagerAddress"]: node["NodeID"]
-            for node in alive
-        }
+        return {name: node_id for node_id, name in nodes_up().items()}
 
     def find(self, name: str) -> str:
         """The id of a node; of this one if it has no name. Raises `UsageError` if there is none."""
@@ -160,6 +152,19 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def nodes_up() -> dict[str, str]:
+    """Names of the nodes that are up in the cluster that this process is in, by Ray's ids."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = [node for node in nodes if node["Alive"]]
+    hosts = Counter(node["NodeManagerHostname"] for node in alive)
+    return {
+        node["NodeID"]: node["NodeManagerHostname"]
+        if hosts[node["NodeManagerHostname"]] == 1
+        else node["NodeManagerAddress"]
+        for node in alive
+    }
 
 
 def _join(how: str, dashboard: bool) -> str:
@@ -264,7 +269,7 @@ os.register_at_fork(after_in_child=_leave_group)
 def _own_sessions() -> Iterator[None]:
     """Processes of Ray's that start meanwhile get no signal that goes to our process group.
 
-    A terminal, `timeout` and systemd send one to all of a group. It asks us for the end, and the
+    A terminal and `timeout` send one to all of a group. It asks us for the end, and the
     cluster is needed until then.
     """
     global _is_starting

@@ -52,6 +52,7 @@ from actors.messages import (
     Release,
     Reserve,
     Reserved,
+    Restore,
     Shrink,
     Slice,
     Step,
@@ -213,6 +214,8 @@ class Device(Actor):
                 return self._pack(message)
             case Unpack():
                 return await self._unpack(message.parcel)
+            case Restore():
+                return await self._restore(message)
             case DeviceStatsRequest():
                 return self._statistics()
             case _:
@@ -296,7 +299,7 @@ class Device(Actor):
         if reserved.over_budget_bytes and not message.must_fit:
             need = self._pages.set_bytes * self._pages.num_sets(message.promised_tokens)
             await self._close(message.sequence)
-            return Refused(need, max(need - reserved.over_budget_bytes, 0))
+            return Refused(need, need - reserved.over_budget_bytes)
         return Opened(message.sequence, num_cached)
 
     async def _close(self, sequence: int) -> None:
@@ -692,10 +695,26 @@ class Device(Actor):
         return Parcel(message.blocks, pieces, data, seconds, message.epoch, message.number)
 
     async def _unpack(self, parcel: Parcel) -> Unpacked:
-        began_s = perf_counter()
-        data, num_pages = parcel.data, 0
         if not self._ownership.take(parcel.blocks, parcel.epoch, parcel.number):
             return Unpacked(0, 0.0)
+        unpacked = await self._take_in(parcel)
+        for piece in parcel.pieces:
+            if piece.sequence in self._seats:
+                self._pages.fill(piece.sequence, piece.stop)
+        return unpacked
+
+    async def _restore(self, message: Restore) -> Unpacked:
+        parcel = message.parcel
+        is_mine = self._ownership.owned.issuperset(parcel.blocks)
+        if not is_mine or any(piece.sequence not in self._seats for piece in parcel.pieces):
+            raise Lost(self._name, "it began again, and knows nothing of before")
+        await self._halt()
+        return await self._take_in(parcel, message.start)
+
+    async def _take_in(self, parcel: Parcel, first: int = 0) -> Unpacked:
+        """Copy what is in a parcel, from position `first` on, into the pages of its sequences."""
+        began_s = perf_counter()
+        data, num_pages = parcel.data, 0
         if isinstance(data, bytes):
             arrived = create_string_buffer(data, len(data))
             address = addressof(arrived)
@@ -708,7 +727,8 @@ class Device(Actor):
                 address += num_bytes
                 continue
             await self._grow(piece.sequence, piece.stop)
-            seat.history[piece.start : piece.stop] = array("i", piece.tokens)
+            start = max(piece.start, first)
+            seat.history[start : piece.stop] = array("i", piece.tokens[start - piece.start :])
             table = self._history.copies(
                 self._pages,
                 piece.sequence,
@@ -717,12 +737,12 @@ class Device(Actor):
                 piece.stop,
                 address,
                 out=False,
+                first=first,
             )
             self._copier.run(table)
-            self._pages.fill(piece.sequence, piece.stop)
             address += num_bytes
             size = self._pages.page_tokens
-            num_pages += len(parcel.blocks) * (-(-piece.stop // size) - piece.start // size)
+            num_pages += len(parcel.blocks) * (-(-piece.stop // size) - start // size)
         return Unpacked(num_pages, perf_counter() - began_s)
 
     @property

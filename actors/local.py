@@ -49,7 +49,7 @@ class Runtime:
         """What about the place makes replies slower than they could be: nothing is known."""
         return ()
 
-    here, nodes = "", ()  # one process is in one place
+    here = ""  # one process is in one place
 
     async def start(
         self, recipe: Recipe, name: str, *, restarts: bool = False, node: str = ""

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,14 +26,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import transport
 from actors.actor import Message, Recipe, Ref
 from actors.carry import Carrier, Frame, Frames, Kind, NamedRef, pack, peek
-from actors.cluster import Cluster
+from actors.cluster import Cluster, nodes_up
 from actors.local import LocalRef, Runtime
 from actors.mailbox import Stopped
+from actors.manager import NAME as MANAGER
+from actors.manager import Manager
 from actors.parts import Parts
 from actors.transport import Caller, Door, Listener, Session, Wire
 from jitllm.errors import JitllmError, UsageError
 from jitllm.jit.threads import let_steps_in
 from jitllm.log import logger
+from jitllm.memory.host import HostReport, report_host
 
 R = TypeVar("R")
 P = TypeVar("P")
@@ -67,16 +70,27 @@ class Where:
     niceness: int
 
 
+class NameTaken(UsageError):
+    """The cluster has an actor of that name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the cluster has an actor {name} already",
+            "stop the server that runs it, or serve the model under another name",
+        )
+
+
 class RayRuntime:
     """Actors of one model by name, each in a process of its own; use it in an `async with`.
 
-    The end stops them, the latest first. What is left of an actor whose process dies is nothing:
+    model: empty for what belongs to no model; there the actors of a model are called after it, as
+    "MODEL:scheduler". The end stops them, the latest first. What is left of an actor whose process dies is nothing:
     with `restarts` a successor is made from its recipe, and messages find it by the same ref.
     """
 
     def __init__(self, cluster: Cluster, model: str) -> None:
         self._cluster = cluster
-        self._prefix = f"jitllm:{model}:"
+        self._prefix = f"jitllm:{model}:" if model else "jitllm:"
         self._neighbours = _Neighbours(self._prefix)
         self._handles: dict[str, Any] = {}
         self.places: dict[str, Where] = {}
@@ -99,11 +113,6 @@ class RayRuntime:
         """See `AnyRuntime`."""
         return next(name for name, id in self._cluster.nodes().items() if id == self._cluster.node)
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """See `AnyRuntime`."""
-        return tuple(name for name, id in self._cluster.nodes().items() if id != self._cluster.node)
-
     async def start(
         self, recipe: Recipe, name: str, *, restarts: bool = False, node: str = ""
     ) -> Ref:
@@ -125,10 +134,7 @@ class RayRuntime:
         try:
             handle = ray.remote(ActorProcess).options(**options).remote(birth)
         except ValueError as error:
-            raise UsageError(
-                f"the cluster has an actor {options['name']} already",
-                "stop the server that runs it, or serve the model under another name",
-            ) from error
+            raise NameTaken(options["name"]) from error
         self._handles[name] = handle
         try:
             where = await _where(handle, name, self._neighbours.carrier)
@@ -143,6 +149,21 @@ class RayRuntime:
         if name not in self._handles:
             raise KeyError(name)
         return self._neighbours.ref(name)
+
+    def reach(self, name: str) -> Ref:
+        """The ref of an actor that any process of the cluster started, or will start."""
+        return self._neighbours.ref(name)
+
+    async def manager(self) -> Ref:
+        """See `actors.member.Neighbourhood`; of a runtime without a model."""
+        if not self._cluster.is_there():  # Ray's own patience is a minute, and ends in an abort
+            raise Stopped(MANAGER)
+        if MANAGER in self._handles:  # it is asked for again because it has ended
+            self._kill(MANAGER, self._handles.pop(MANAGER))
+        try:
+            return await self.start(ManagerRecipe(), MANAGER)
+        except NameTaken:
+            return self.reach(MANAGER)
 
     async def stop(self, name: str) -> None:
         """Stop one actor and end its process, also when the cluster is gone."""
@@ -185,6 +206,37 @@ class RayRuntime:
             for name, handle in self._handles.items():
                 self._kill(name, handle)
             self._neighbours.close()
+
+
+# -------------------------------------------------------------------------------- the manager
+
+
+class _Nodes:
+    """Implements `actors.manager.Nodes`, in the manager's process."""
+
+    async def up(self) -> Mapping[str, str]:
+        """See `Nodes`."""
+        return await asyncio.to_thread(nodes_up)
+
+    async def host(self, node_id: str) -> HostReport:
+        """See `Nodes`."""
+        if node_id == _own_node():
+            return await asyncio.to_thread(report_host)
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ask = ray.remote(report_host).options(
+            num_cpus=0, max_retries=0, scheduling_strategy=there, name="jitllm:report"
+        )
+        host: HostReport = await ask.remote()
+        return host
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerRecipe:
+    """The manager of the cluster that it is made in."""
+
+    async def make(self) -> Manager:
+        """See `Recipe`."""
+        return Manager(_Nodes())
 
 
 # ---------------------------------------------------------------------------------- refs
@@ -278,7 +330,7 @@ class _Neighbours:
 
 
 def _full_name(prefix: str, name: str) -> str:
-    return prefix + name.replace(" ", ":")
+    return f"{prefix}{name}".replace(" ", ":")
 
 
 async def _until_free(full_name: str) -> None:

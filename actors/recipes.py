@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from threading import Event
 from time import perf_counter
 
@@ -72,7 +73,7 @@ class PagerRecipe:
 class SchedulerRecipe:
     """A scheduler of one model. sites: its devices by name. host_bytes: what it may take on each
     host. block_bytes, kv_bytes: as a `Mover` wants them. declines: what was asked for of the
-    placement in vain."""
+    placement in vain. fairness: level of time slices. park_folder: where parked sequences go."""
 
     sites: Mapping[str, Site]
     placement: Placement
@@ -87,6 +88,8 @@ class SchedulerRecipe:
     falls_back: bool
     move_share: float
     declines: tuple[Decline, ...] = ()
+    fairness: int = 0
+    park_folder: Path | None = None
 
     async def make(self) -> Scheduler:
         """See `Recipe`."""
@@ -102,6 +105,8 @@ class SchedulerRecipe:
             falls_back=self.falls_back,
             move_share=self.move_share,
             declines=self.declines,
+            fairness=self.fairness,
+            park_folder=self.park_folder,
         )
 
 

@@ -11,7 +11,7 @@ Knows the route and positions. Knows no request and no plan.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -134,6 +134,7 @@ class Mover:
         self._kv_bytes = tuple(kv_bytes)
         self._share = share
         self._turn = asyncio.Lock()
+        self._carrying = asyncio.Lock()
         self._claimed: set[int] = set()
         self._marks: Watermarks | None = None
         self.num_moves = 0
@@ -200,6 +201,17 @@ class Mover:
         if self._marks is not None:
             self._marks.fell_back(sequence, position)
 
+    @asynccontextmanager
+    async def without(self, sequence: int) -> AsyncIterator[None]:
+        """A sequence leaves its seats within it: what has arrived of it is not there any more.
+
+        Nothing is on its way meanwhile, and so whoever is within it may have devices pack parcels,
+        which would take the place of others that have not been read yet.
+        """
+        async with self._carrying:
+            self.fell_back(sequence, 0)
+            yield
+
     # --- prepare -----------------------------------------------------------------------------
 
     async def _prepare(self, move: _Move) -> None:
@@ -209,7 +221,7 @@ class Mover:
         while move.rounds < MAX_ROUNDS and self._lags(move):
             move.rounds += 1
             computed = self._computed()
-            while pieces := move.marks.next(computed):
+            while pieces := move.marks.next(self._still(computed)):
                 began_s = perf_counter()
                 busy_s = await self._carry(move, pieces)
                 await self._rest(busy_s, perf_counter() - began_s)
@@ -232,19 +244,23 @@ class Mover:
         if is_guest:
             self._route.guests = (move.to,)
         for sequence in tuple(self._replies.running()):
-            if sequence not in self._replies.running():  # it has ended since
-                continue
-            if is_guest:
-                self._check(move)
-                opened = await device.ask(self._replies.opening(sequence))
-                if isinstance(opened, Refused):
-                    raise PlacementError(
-                        f"no room for the history of a reply on {move.to}: "
-                        f"{format_size(opened.need_bytes)} are missing",
-                        "raise -maxmem, or move after it has ended",
-                    )
-            missing = await device.ask(Missing(sequence.id))
-            move.marks.begin(sequence.id, min(missing, sequence.num_computed))
+            async with self._carrying:
+                if sequence in self._replies.running():  # it may have ended, or been parked
+                    await self._expect(move, sequence, is_guest=is_guest)
+
+    async def _expect(self, move: _Move, sequence: TokenStream, *, is_guest: bool) -> None:
+        """A sequence's history will come; the destination may have some of it already."""
+        device = self._device(move, move.to)
+        if is_guest:
+            opened = await device.ask(self._replies.opening(sequence))
+            if isinstance(opened, Refused):
+                raise PlacementError(
+                    f"no room for the history of a reply on {move.to}: "
+                    f"{format_size(opened.need_bytes)} are missing",
+                    "raise -maxmem, or move after it has ended",
+                )
+        missing = await device.ask(Missing(sequence.id))
+        move.marks.begin(sequence.id, min(missing, sequence.num_computed))
 
     async def _bring(self, move: _Move) -> None:
         """Weights, from wherever it is cheaper."""
@@ -273,6 +289,11 @@ class Mover:
     def _computed(self) -> dict[int, int]:
         return {sequence.id: sequence.num_computed for sequence in self._replies.running()}
 
+    def _still(self, computed: Mapping[int, int]) -> dict[int, int]:
+        """Without sequences that run no more: they ended, or are parked."""
+        running = self._computed()
+        return {sequence: num for sequence, num in computed.items() if sequence in running}
+
     def _lags(self, move: _Move) -> bool:
         """Whether more is missing than a few steps compute."""
         computed = self._computed()
@@ -280,11 +301,15 @@ class Mover:
 
     async def _carry(self, move: _Move, pieces: Iterable[Range]) -> float:
         """Copy pieces of history; how long the devices were busy with it."""
+        async with self._carrying:
+            return await self._carry_pieces(move, pieces)
+
+    async def _carry_pieces(self, move: _Move, pieces: Iterable[Range]) -> float:
         streams = {sequence.id: sequence for sequence in self._replies.running()}
+        pieces = [piece for piece in pieces if piece.sequence in streams]
         named = tuple(
             Piece(p.sequence, p.start, tuple(streams[p.sequence].tokens[p.start : p.stop]))
             for p in pieces
-            if p.sequence in streams
         )
         busy_s = 0.0
         for name, blocks in move.blocks.items():

@@ -156,10 +156,14 @@ class Route:
             limit = min(counts)
             if limit == max(counts):
                 break
+        await self.open_at_guests(opening)
+        return Opened(opening.sequence, limit)
+
+    async def open_at_guests(self, opening: Open) -> None:
+        """Give a sequence a seat at guests; one that it has there begins again."""
         for name in self.guests:
             with suppress(Stopped):  # whose move fails then
                 await self._device(name).ask(replace(opening, must_fit=True))
-        return Opened(opening.sequence, limit)
 
     async def close(self, sequence: int) -> None:
         """Free the seats of a sequence."""
@@ -168,6 +172,11 @@ class Route:
         for name in self.guests:
             with suppress(Stopped):
                 await self._device(name).ask(Close(sequence))
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The devices of the route, and the blocks of each in ascending order; the head is none."""
+        placement = self._placement
+        return {name: tuple(sorted(placement.blocks_on(name))) for name in placement.devices}
 
     async def leave(self, name: str) -> None:
         """Free everything at a device, unless it has a part of the model."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import gettempdir
 from typing import assert_never
 
 from actors.actor import Actor
@@ -24,22 +26,40 @@ from actors.messages import (
     Arranged,
     Move,
     Open,
+    Opened,
+    Park,
     Rebudget,
     Refused,
+    Resume,
     SchedulerMessage,
     SchedulerStats,
     SchedulerStatsRequest,
+    Sessions,
+    SessionsRequest,
     StepDone,
     Submit,
 )
+from actors.park import Parker
 from actors.parts import Parts
 from actors.relocate import Mover
 from actors.route import Route
-from jitllm.engine import Delta, Finish, Logits, Outputs, Priority, Request, Usage
-from jitllm.errors import JitllmError, QueueFull
+from jitllm.engine import (
+    Delta,
+    Finish,
+    Logits,
+    Outputs,
+    ParkedIn,
+    Priority,
+    Request,
+    SequenceState,
+    SessionState,
+    Usage,
+)
+from jitllm.errors import JitllmError, QueueFull, UnknownSession
 from jitllm.log import logger
 from jitllm.memory import prefix
 from jitllm.schedule import plan
+from jitllm.schedule.fair import Fairness
 from jitllm.schedule.pace import Pace
 from jitllm.schedule.placement import Decline
 from jitllm.schedule.sequence import Sequence
@@ -83,6 +103,20 @@ class _Reply:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The most urgent one that there was no room for, and what was missing."""
+
+    sequence: Sequence
+    refused: Refused
+
+    @property
+    def missing_tokens(self) -> float:
+        """Positions that there was no room for."""
+        need, room = self.refused.need_bytes, self.refused.room_bytes
+        return self.sequence.promised_tokens * (need - room) / max(need, 1)
+
+
 class Scheduler(Actor):
     """Batches the sequences of one model on one route.
 
@@ -90,7 +124,8 @@ class Scheduler(Actor):
     `Mover` wants them. page_tokens: positions of a page that prompts can share; 0 when they share
     nothing. max_queue: requests that may wait, -1 for any number. falls_back: requests survive the
     death of a device. move_share: largest part of the time that a move may take from replies.
-    declines: what was asked for of the route's placement in vain.
+    declines: what was asked for of the route's placement in vain. fairness: level of time slices, 0
+    for none. park_folder: where files of parked sequences go.
     """
 
     def __init__(
@@ -107,16 +142,22 @@ class Scheduler(Actor):
         falls_back: bool = True,
         move_share: float = 0.1,
         declines: Iterable[Decline] = (),
+        fairness: int = 0,
+        park_folder: Path | None = None,
     ) -> None:
         self._route = route
         self._mover = Mover(route, self, block_bytes, kv_bytes, move_share)
         self._arranger = Arranger(route, self._mover, declines)
+        self._parker = Parker(route, kv_bytes, park_folder or Path(gettempdir()))
+        self._fairness = Fairness(fairness)
         self._budget = budget
         self._falls_back = falls_back
         self._page_tokens = page_tokens
         self._max_queue = max_queue
         self._pace = Pace(budget.tokens)
         self._refused_tokens: int | None = None
+        self._refused: _Refusal | None = None
+        self._slices_from = 0  # the step from which on sequences make way again, after a failure
         self._context_tokens = context_tokens
         self._vocab = vocab
         self._next_id = 0
@@ -124,6 +165,7 @@ class Scheduler(Actor):
         self._replies: dict[int, _Reply] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._held: list[Sequence] = []  # parked, until somebody wants them to go on
         self._cancelled: set[int] = set()
         self._goes_on = False  # whether the device may begin the next step
         self._done_s = 0.0  # when the last step was done
@@ -144,6 +186,7 @@ class Scheduler(Actor):
         for reply in list(self._replies.values()):
             if not reply.is_done:
                 self._finish(reply, Finish.CANCELLED)
+        self._parker.close()
 
     async def receive(self, message: SchedulerMessage) -> object:
         """Handle one message."""
@@ -157,6 +200,12 @@ class Scheduler(Actor):
                 return self.context.later(move, f"move to {message.to}")
             case Arrange():
                 return self.context.later(self._arrange(message), "arrange blocks")
+            case Park():
+                return self.context.later(self._park_all(message), f"park {message.name}")
+            case Resume():
+                return self._resume_all(message.name)
+            case SessionsRequest():
+                return self._states()
             case Rebudget():
                 return self.context.later(self._rebudget(message.num_bytes), "divide the budget")
             case SchedulerStatsRequest():
@@ -178,6 +227,10 @@ class Scheduler(Actor):
             losses=self._num_losses,
             recovery_s=self._recovery_s,
             lost=self._route.lost,
+            parked=len(self._held),
+            parked_disk_bytes=self._parker.held_bytes("disk"),
+            parked_memory_bytes=self._parker.held_bytes("memory"),
+            park_totals=self._parker.totals,
         )
 
     async def _arrange(self, message: Arrange) -> Arranged:
@@ -206,11 +259,13 @@ class Scheduler(Actor):
             is_high=request.priority is Priority.HIGH,
             prefix=self._prefix(request),
             all_outputs=request.outputs is Outputs.ALL,
+            queued_s=time.perf_counter(),
         )
+        is_held = bool(request.name) and request.name in map(self._name, self._held)
         self._next_id += 1
         deltas: Parts[Delta] = Parts(partial(self._cancel, sequence.id))
-        self._replies[sequence.id] = _Reply(request, sequence, deltas, time.perf_counter())
-        self._waiting.append(sequence)
+        self._replies[sequence.id] = _Reply(request, sequence, deltas, sequence.queued_s)
+        (self._held if is_held else self._waiting).append(sequence)
         self._interrupt()
         return deltas
 
@@ -227,6 +282,7 @@ class Scheduler(Actor):
         if reply.is_done:
             reply.deltas.end()
             self._replies.pop(reply.sequence.id, None)
+            self._parker.forget(reply.sequence.id)
 
     def _cancel(self, request_id: int) -> None:
         """The client has gone: end its request between two steps."""
@@ -240,6 +296,81 @@ class Scheduler(Actor):
         if self._goes_on:
             self._goes_on = False
             self.context.begin(self._route.cut(), "cut")
+
+    # --- sessions ----------------------------------------------------------------------------
+
+    def _name(self, sequence: Sequence) -> str:
+        return self._replies[sequence.id].request.name
+
+    def _states(self, name: str | None = None) -> Sessions:
+        """All sequences under way, or those of a request."""
+        replies = [reply for reply in self._replies.values() if not reply.is_done]
+        return Sessions(tuple(self._state(r) for r in replies if name in (None, r.request.name)))
+
+    def _state(self, reply: _Reply) -> SessionState:
+        sequence = reply.sequence
+        parked = self._parker.get(sequence.id)
+        queues = (
+            (self._running, SequenceState.RUNNING),
+            (self._held, SequenceState.PARKED),
+            (self._waiting, SequenceState.WAITING),
+        )
+        state = next((state for queue, state in queues if sequence in queue), SequenceState.WAITING)
+        return SessionState(
+            name=reply.request.name,
+            state=state,
+            prompt_tokens=sequence.num_prompt,
+            generated_tokens=sequence.num_generated,
+            kv_bytes=sequence.num_computed * self._parker.position_bytes,
+            parked_in=parked.where if parked is not None else "",
+            parked_bytes=parked.num_bytes if parked is not None else 0,
+        )
+
+    def _named(self, name: str) -> list[Sequence]:
+        """The sequences of a request. Raises `UnknownSession` when there are none."""
+        found = [
+            reply.sequence
+            for reply in self._replies.values()
+            if name and reply.request.name == name and not reply.is_done
+        ]
+        if not found:
+            raise UnknownSession(name)
+        return found
+
+    async def _park_all(self, message: Park) -> Sessions:
+        self._named(message.name)
+        async with self.between_steps():
+            for sequence in self._named(message.name):
+                if sequence in self._running:
+                    await self._park(sequence, message.to, self._held)
+                elif sequence in self._waiting:
+                    self._waiting.remove(sequence)
+                    self._held.append(sequence)
+        return self._states(message.name)
+
+    def _resume_all(self, name: str) -> Sessions:
+        for sequence in self._named(name):
+            if sequence in self._held:
+                self._held.remove(sequence)
+                sequence.queued_s = time.perf_counter()
+                self._waiting.append(sequence)
+        self._interrupt()
+        return self._states(name)
+
+    async def _park(
+        self, sequence: Sequence, to: ParkedIn, queue: list[Sequence], *, is_slice: bool = False
+    ) -> None:
+        """Between two steps, put the history of a sequence that runs away, and it into a queue.
+
+        Raises what hinders it; then it runs on, or begins again if a device died of it.
+        """
+        async with self._mover.without(sequence.id):
+            try:
+                await self._parker.store(sequence, to, is_slice=is_slice)
+            except Stopped as error:
+                await self._recover(error)
+                raise
+            await self._vacate(sequence, queue)
 
     # --- what a mover needs ------------------------------------------------------------------
 
@@ -288,13 +419,19 @@ class Scheduler(Actor):
             self._replies.pop(request_id, None)
 
     async def _admit(self) -> None:
-        if self._num_steps % RETRY_STEPS == 0 or not self._running:
+        await self._parker.charge()
+        if self._num_steps % RETRY_STEPS == 0 or not self._running or self._victims():
             self._refused_tokens = None
         while sequence := plan.next_admission(
-            self._waiting, self._running, self._budget, self._page_tokens, self._refused_tokens
+            self._waiting,
+            self._running,
+            self._budget,
+            self._page_tokens,
+            self._refused_tokens,
+            self._fairness.urgency,
         ):
             try:
-                opened = await self._route.open(self.opening(sequence))
+                opened = await self._seat(sequence)
             except Stopped as error:
                 await self._recover(error, sequence)
                 return
@@ -302,10 +439,60 @@ class Scheduler(Actor):
                 self._waiting.remove(sequence)
                 self._finish(self._replies[sequence.id], Finish.ERROR, error)
                 continue
-            if isinstance(opened, Refused):
-                self._refused_tokens = sequence.promised_tokens
-            else:
+            if isinstance(opened, Opened):
                 self._begin(sequence, opened.num_cached)
+                continue
+            if self._refused_tokens is None:  # others need less, and may still be let in
+                self._refused = _Refusal(sequence, opened)
+            if not await self._make_way():
+                self._refused_tokens = sequence.promised_tokens
+
+    async def _seat(self, sequence: Sequence) -> Opened | Refused:
+        """Give a sequence its seats, and what is parked of it."""
+        await self._parker.charge(without=sequence.id)
+        opening = self.opening(sequence)
+        opened = await self._route.open(opening)
+        if isinstance(opened, Refused) or self._parker.get(sequence.id) is None:
+            return opened
+        try:
+            await self._parker.restore(sequence, opened.num_cached)
+        except Stopped:
+            raise
+        except JitllmError as error:
+            if not self._falls_back:
+                await self._route.close(sequence.id)
+                raise
+            _log.warning("%s; its request begins again", error)
+            self._parker.forget(sequence.id)
+            sequence.restart()
+        await self._route.open_at_guests(opening)  # where a move began meanwhile
+        return opened
+
+    def _victims(self) -> tuple[Sequence, ...]:
+        """Who has to make way for the one that there was no room for, if that is of use."""
+        if self._refused is None or self._num_steps < self._slices_from:
+            return ()
+        waiting = self._refused.sequence
+        if waiting not in self._waiting:
+            self._refused = None
+            return ()
+        num_rows, pace, swap_s = len(self._running), self._pace, self._parker.swap_s
+        quantum = self._fairness.quantum_tokens(num_rows, swap_s, pace.step_s)
+        missing, now_s = self._refused.missing_tokens, time.perf_counter()
+        return self._fairness.victims(waiting, self._running, missing, quantum, now_s)
+
+    async def _make_way(self) -> bool:
+        """Park who has had its time slice, if that makes room for the one that was refused."""
+        victims = self._victims()
+        for victim in victims:
+            try:
+                await self._park(victim, "disk", self._waiting, is_slice=True)
+            except JitllmError as error:
+                _log.warning("a time slice goes on: %s", error)
+                self._slices_from = self._num_steps + RETRY_STEPS
+                return False
+            victim.queued_s = time.perf_counter()
+        return bool(victims)
 
     def opening(self, sequence: Sequence) -> Open:
         """See `Replies`."""
@@ -324,12 +511,16 @@ class Scheduler(Actor):
 
     def _begin(self, sequence: Sequence, num_cached: int) -> None:
         """A sequence was admitted; its first positions may exist already."""
-        sequence.num_computed = sequence.num_cached = num_cached
+        if not sequence.num_computed:  # else its history came back
+            sequence.num_cached = num_cached
+        sequence.num_computed = max(sequence.num_computed, num_cached)
+        sequence.num_before, sequence.num_passed = sequence.num_generated, 0
         self._waiting.remove(sequence)
         for other in self._waiting:
-            other.num_passed += other.id < sequence.id
+            other.num_passed += other.queued_s < sequence.queued_s
         self._running.append(sequence)
-        self._replies[sequence.id].started_s = time.perf_counter()
+        reply = self._replies[sequence.id]
+        reply.started_s = reply.started_s or time.perf_counter()
 
     def _plan(self) -> tuple[Span, ...]:
         """The rows of the next step."""
@@ -447,14 +638,21 @@ class Scheduler(Actor):
     async def _close(self, reply: _Reply) -> None:
         """Give a sequence's place on the device back."""
         if reply.sequence in self._running:
-            self._running.remove(reply.sequence)
-            self._refused_tokens = None
-            try:
-                await self._route.close(reply.sequence.id)
-            except Stopped as error:
-                await self._recover(error)
-        elif reply.sequence in self._waiting:
-            self._waiting.remove(reply.sequence)
+            await self._vacate(reply.sequence)
+        for queue in (self._waiting, self._held):
+            if reply.sequence in queue:
+                queue.remove(reply.sequence)
+
+    async def _vacate(self, sequence: Sequence, queue: list[Sequence] | None = None) -> None:
+        """A sequence runs no more; it waits in a queue from now on, if there is one for it."""
+        self._running.remove(sequence)
+        if queue is not None:
+            queue.append(sequence)
+        self._refused_tokens = None
+        try:
+            await self._route.close(sequence.id)
+        except Stopped as error:
+            await self._recover(error)
 
     async def _recover(self, error: Stopped, *others: Sequence) -> None:
         """What a device had computed is gone; it is computed again, from the tokens.
@@ -473,11 +671,13 @@ class Scheduler(Actor):
             await self._route.recover()
         except JitllmError as last:  # and so nothing can be computed any more
             fatal = last
-            lost += [sequence for sequence in self._waiting if sequence not in lost]
+            lost += [s for s in (*self._waiting, *self._held) if s not in lost]
+            self._held.clear()
         for sequence in lost:
             reply = self._replies[sequence.id]
             reply.losses += 1
-            sequence.restart()
+            if self._parker.get(sequence.id) is None:  # else nothing of it was lost
+                sequence.restart()
             self._mover.fell_back(sequence.id, 0)
             if sequence in self._waiting:
                 self._waiting.remove(sequence)

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import gettempdir
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -230,6 +231,8 @@ async def open_engine(
                 falls_back=config.fallback,
                 move_share=config.move_share,
                 declines=declines,
+                fairness=config.fairness,
+                park_folder=_park_folder(config),
             ),
             "scheduler",
         )
@@ -323,6 +326,13 @@ def _place(
     return parse_map(config.placement).resolve(
         graph.num_blocks, names, placement, strict=config.placement_strict
     )
+
+
+def _park_folder(config: ResolvedConfig) -> Path:
+    """Where parked sequences go; what is there has no name, so any folder will do."""
+    if config.kv_cache is not None:
+        return Path(config.kv_cache)
+    return (default_directory() or Path(gettempdir()) / "jitllm") / "kv"
 
 
 def _context_tokens(config: ResolvedConfig, graph: Graph) -> int:

@@ -57,6 +57,11 @@ class EngineConfig:
     """Requests that may wait for their turn; more are refused. -1: any number may."""
     share_prefixes: bool = True
     """Compute a prefix that several prompts begin with once, and keep it while there is room."""
+    fairness: int | None = None
+    """How short the time slices are when there is no room for the keys and values of everybody, 1
+    to 100; 0: who came first is served to the end. None: 0."""
+    kv_cache: str | None = None
+    """Folder for keys and values of sequences that wait; None: the user's cache."""
     max_batch: int | None = None
     """Sequences that one step may hold; None: as many as the engine is made for."""
 
@@ -70,6 +75,8 @@ class EngineConfig:
         _at_least("-max-queue", self.max_queue, -1)
         _at_least("-max-batch", self.max_batch, 1)
         _at_most("-max-batch", self.max_batch, MAX_ROWS)
+        _at_least("-fairness", self.fairness, 0)
+        _at_most("-fairness", self.fairness, 100)
         _at_least("-gpu-layers", self.gpu_layers, -1)
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
@@ -91,6 +98,7 @@ class ResolvedConfig(EngineConfig):
     maxmem_bytes: int
     threads: int
     page_size_tokens: int
+    fairness: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +123,8 @@ def resolve(config: EngineConfig, probe: Probe) -> ResolvedConfig:
         chosen["threads"] = max(probe.num_cores, 1)
     if config.page_size_tokens is None:
         chosen["page_size_tokens"] = probe.page_size_tokens
+    if config.fairness is None:
+        chosen["fairness"] = 0
     if config.tier == "auto":
         chosen["tier"] = probe.tiers[0]
     _one_of("-tier", chosen["tier"], probe.tiers)

@@ -10,7 +10,7 @@ import mmap
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jitllm.schedule.placement import Decline, Placement
 
@@ -69,7 +69,8 @@ class Request:
     how likely each prompt token was after the ones before it. logprobs: say how likely each
     generated token was (it costs a pass over the vocabulary). chunk_tokens: most prompt tokens
     computed in one step; None leaves it to the engine. top_logprobs: how many of the likeliest
-    tokens to name at every position that gives a log-probability, at most MAX_TOP_LOGPROBS.
+    tokens to name at every position that gives a log-probability, at most MAX_TOP_LOGPROBS. name:
+    what the engine is asked about it by; requests that have one in common are as one.
     """
 
     prompt: tuple[int, ...]
@@ -82,6 +83,7 @@ class Request:
     priority: Priority = Priority.NORMAL
     outputs: Outputs = Outputs.LAST
     chunk_tokens: int | None = None
+    name: str = ""
 
 
 class Finish(StrEnum):
@@ -250,6 +252,55 @@ class DeviceUse:
     fixed_bytes: int
 
 
+ParkedIn = Literal["disk", "memory"]
+"""Where keys and values wait while their request does."""
+
+
+class SequenceState(StrEnum):
+    """What becomes of a sequence. parked: it waits until somebody wants it to go on."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """One sequence under way; those of one request have its name.
+
+    kv_bytes: its keys and values, wherever they are. parked_in, parked_bytes: where they wait and
+    what of them; empty and 0 while they are in pages, and before there are any.
+    """
+
+    name: str
+    state: SequenceState
+    prompt_tokens: int
+    generated_tokens: int
+    kv_bytes: int
+    parked_in: str = ""
+    parked_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParkTotals:
+    """What parking came to so far.
+
+    parks: of them `slices` made way for others, and the rest was asked for. resumes: sequences
+    whose keys and values came back. bytes_out, bytes_in: of keys and values. failures: parks that
+    did not come to pass, and histories that could not be read any more. park_s, resume_s: time that
+    all of them took.
+    """
+
+    parks: int = 0
+    slices: int = 0
+    resumes: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    failures: int = 0
+    park_s: float = 0.0
+    resume_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of a served model."""
@@ -282,6 +333,13 @@ class EngineStats:
     """After the last of them, until devices were ready again."""
     lost: tuple[str, ...] = ()
     """Devices that did not come back; others compute their blocks."""
+    parked: int = 0
+    """Sequences that wait until somebody wants them to go on."""
+    parked_disk_bytes: int = 0
+    """Keys and values that wait on disk, also of sequences that made way for others."""
+    parked_memory_bytes: int = 0
+    """The same in host memory; they count as `Pages.fixed_bytes`."""
+    park_totals: ParkTotals = field(default_factory=ParkTotals)
 
 
 class Engine(Protocol):
@@ -314,6 +372,23 @@ class Engine(Protocol):
         in `EngineStats.declines`; with it, PlacementError is raised and nothing has changed. Raises
         UsageError for what is no map, PlacementError for a device that there is not.
         """
+
+    async def park(self, name: str, to: ParkedIn = "disk") -> tuple[SessionState, ...]:
+        """Let the sequences of a request wait until they are resumed, without pages.
+
+        Their keys and values go to a file or to host memory, byte for byte; those that have none
+        yet just wait. Streams pause. Parked ones stay as they are. Raises UnknownSession, and what
+        hinders it (DiskFull, say); then what is not parked yet goes on.
+        """
+
+    async def resume(self, name: str) -> tuple[SessionState, ...]:
+        """Let the sequences of a request go on, once it is their turn; nothing is computed again.
+
+        Those that are not parked stay as they are. Raises UnknownSession.
+        """
+
+    async def sessions(self) -> tuple[SessionState, ...]:
+        """Every sequence under way, in order of arrival."""
 
     async def stats(self) -> EngineStats:
         """A snapshot."""

@@ -131,6 +131,14 @@ class PlacementError(JitllmError):
     """Blocks cannot go where they should: a pin, or a block or device that there is not."""
 
 
+class UnknownSession(JitllmError):
+    """No request of that name is under way."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no request {shown(name, 200)} under way")
+        self.name = name
+
+
 class DiskFull(JitllmError):
     """A file does not fit on its disk; what stood there before is intact."""
 

@@ -30,10 +30,6 @@ _REQUIRED = {
         "bufferDeviceAddress",
         "timelineSemaphore",
         "shaderFloat16",
-        "shaderInt8",
-        "storageBuffer8BitAccess",
-        "vulkanMemoryModel",
-        "vulkanMemoryModelDeviceScope",
     ),
     "VkPhysicalDeviceVulkan13Features": (
         "subgroupSizeControl",
@@ -43,7 +39,7 @@ _REQUIRED = {
         "maintenance4",
     ),
 }
-_SUBGROUP_OPERATIONS = 1 | 4 | 8 | 16  # basic, arithmetic, ballot, shuffle
+_SUBGROUP_OPERATIONS = 1 | 16  # basic, shuffle
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from jitllm.devices.choose import AvailableDevice
-from jitllm.devices.cpus import ROOT, cpu_devices, numa_nodes
-from jitllm.jit.threads import cpu_mask
+from jitllm.devices.cpus import ROOT, NumaNode, cpu_devices, numa_nodes
+from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.memory import budget
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """What a host says of itself to others. threads: all that are ours there."""
+
+    threads: int
+    numa: tuple[NumaNode, ...]
+    devices: tuple[AvailableDevice, ...]
+
+
+def report_host() -> HostReport:
+    """What this host offers when nobody chooses, at this moment."""
+    threads = default_threads()
+    return HostReport(threads, numa_nodes(cpu_mask()), host_devices(threads))
 
 
 def host_devices(

@@ -79,6 +79,11 @@ class Pace:
             self._beside = min(self._beside * _STEP, self._max_tokens)
 
     @property
+    def step_s(self) -> float:
+        """What a step without prompts takes; 0 before there was one."""
+        return median(self._plain_s) if self._plain_s else 0.0
+
+    @property
     def is_quick(self) -> bool:
         """Whether a step without prompts takes no time that someone new would mind."""
         return bool(self._plain_s) and median(self._plain_s) <= MAX_STEP_S

@@ -5,6 +5,7 @@ Pure functions of plain values: the same view gives the same plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -21,33 +22,35 @@ class Budget:
     outputs: int
 
 
+def urgency(sequence: Sequence) -> tuple[float, ...]:
+    """Who was passed too often, then high priority, then arrival."""
+    rank = 0 if sequence.is_overdue else 1 if sequence.is_high else 2
+    return rank, sequence.id
+
+
 def next_admission(
     waiting: Seq[Sequence],
     running: Seq[Sequence],
     budget: Budget,
     page_tokens: int,
     refused_tokens: int | None = None,
+    order: Callable[[Sequence], tuple[float, ...]] = urgency,
 ) -> Sequence | None:
     """Who should be admitted now; None when nobody should.
 
-    In order: who was passed too often, high priority, arrival. A sequence whose prefix someone
-    computes right now waits until that is done. refused_tokens: the least that there was no room
-    for; who needs less goes ahead of those who need more, unless one of these was passed too often.
+    In the order of `order`. A sequence whose prefix someone computes right now waits until that is
+    done. refused_tokens: the least that there was no room for; who needs less goes ahead of those
+    who need more, unless one of these was passed too often.
     """
     if len(running) >= budget.rows:
         return None
-    for sequence in sorted(waiting, key=_urgency):
+    for sequence in sorted(waiting, key=order):
         if refused_tokens is not None and sequence.promised_tokens >= refused_tokens:
             if sequence.is_overdue:
                 return None
         elif not any(_is_computing_for(other, sequence, page_tokens) for other in running):
             return sequence
     return None
-
-
-def _urgency(sequence: Sequence) -> tuple[int, int]:
-    rank = 0 if sequence.is_overdue else 1 if sequence.is_high else 2
-    return rank, sequence.id
 
 
 def _is_computing_for(running: Sequence, waiting: Sequence, page_tokens: int) -> bool:

@@ -30,7 +30,8 @@ class Sequence:
     of the prompt that need not be computed where they exist (`jitllm.memory.prefix`). num_cached:
     positions that existed when it was admitted. num_passed: later arrivals that were admitted
     before it. num_reported: positions whose outputs were handed out before a restart; they give
-    none again.
+    none again. queued_s: since when it waits, on the scheduler's clock. num_before: tokens that it
+    had generated when it was admitted last.
     """
 
     id: int
@@ -45,6 +46,8 @@ class Sequence:
     num_cached: int = 0
     num_passed: int = 0
     num_reported: int = 0
+    queued_s: float = 0.0
+    num_before: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +58,11 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_served(self) -> int:
+        """Tokens sampled since it was admitted."""
+        return self.num_generated - self.num_before
 
     @property
     def num_pending(self) -> int:
@@ -78,5 +86,5 @@ class Sequence:
 
     @property
     def promised_tokens(self) -> int:
-        """Positions of KV that admission promises."""
-        return min(self.max_tokens, self.num_prompt + MIN_PROMISED_TOKENS)
+        """Positions of KV that admission promises: what is known, and room to go on."""
+        return min(self.max_tokens, self.num_tokens + MIN_PROMISED_TOKENS)

@@ -114,7 +114,7 @@ def test_a_signal_to_the_group_of_a_server_ends_it_after_the_replies_under_way(
         with httpx.stream("POST", url, json=body | stream, trust_env=False, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
-            os.killpg(server.process.pid, number)  # as `timeout`, systemd and a terminal do
+            os.killpg(server.process.pid, number)  # as `timeout` and a terminal do
             *_, last = (line for line in lines if line)
         assert last == "data: [DONE]"
         assert server.process.wait(60) == 0

@@ -11,7 +11,7 @@ PROBE = Probe(num_cores=2, memory_bytes=1000, tiers=("avx2", "plain"))
 
 def test_resolve_answers_what_was_left_open() -> None:
     assert resolve(EngineConfig(), PROBE) == ResolvedConfig(
-        maxmem_bytes=800, threads=2, tier="avx2", page_size_tokens=64
+        maxmem_bytes=800, threads=2, tier="avx2", page_size_tokens=64, fairness=0
     )
 
 
@@ -26,6 +26,7 @@ def test_resolve_keeps_what_was_chosen() -> None:
         read_ahead="off",
         devices="cpu",
         prompt_chunk_tokens=7,
+        fairness=0,
     )
     resolved = resolve(chosen, PROBE)
     assert dataclasses.asdict(resolved) == dataclasses.asdict(chosen)
@@ -43,6 +44,8 @@ def test_a_tier_that_the_cpu_lacks_is_refused_with_those_it_has() -> None:
         ({"threads": 0}, "-threads 0 is too small; the least is 1"),
         ({"threads": 1025}, "-threads 1025 is too large; the most is 1024"),
         ({"max_batch": 65537}, "-max-batch 65537 is too large; the most is 65536"),
+        ({"fairness": -1}, "-fairness -1 is too small; the least is 0"),
+        ({"fairness": 101}, "-fairness 101 is too large; the most is 100"),
         ({"maxmem_bytes": -1}, "-maxmem -1"),
         ({"ctx_tokens": 0}, "-ctx 0"),
         ({"prompt_chunk_tokens": 0}, "-prompt-chunk 0"),

@@ -22,7 +22,7 @@ RECEIVERS = {
 }
 SENDERS = {"client": "client", "scheduler": "scheduler", "device": "device", "pager": "pager"}
 SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks for what it needs
-SENDERS |= {"route": "scheduler", "relocate": "scheduler"}  # parts of it
+SENDERS |= {"route": "scheduler", "relocate": "scheduler", "park": "scheduler"}  # parts of it
 ALL = {
     kind
     for kind in vars(messages).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,21 @@ def test_products(case: test_matmul.Case) -> None:
     expected = matmul(case.format, data.weight, case.rows, case.cols, data.src, data.bias, data.add)
     got = test_matmul.run(case, gpu(), data=data)
     assert np.abs(got - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "format", [f for f in FormatCode if FORMATS[f].is_quantized], ids=lambda f: f.name
+)
+def test_both_ways_to_multiply_bytes_give_the_same_bits(
+    format: FormatCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without the instruction, whichever of them this device would take."""
+    case = test_matmul.Case(format, 21, 512, 3, bias=True)
+    found = []
+    for has_fast_dot in (False, True):
+        monkeypatch.setattr(gpu(), "traits", replace(gpu().traits, has_fast_dot=has_fast_dot))
+        found.append(test_matmul.run(case, gpu()))
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("format", FormatCode, ids=lambda f: f.name)

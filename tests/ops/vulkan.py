@@ -46,6 +46,7 @@ class Gpu:
         self.messages: list[str] = []
         self.instance = Instance(validate=has_validation(), report=self.messages.append)
         self.device = Device(self.instance, int(os.environ.get("JITLLM_TEST_VULKAN", "0")))
+        self.traits = traits(self.device)
         self.arena = Arena(self.device, 1 << 30)
         self.staging = Staging(self.device, 1 << 20)
         compiler = SlangCompiler(Target.SPIRV, ObjectCache(default_directory()))
@@ -75,7 +76,7 @@ class _Copies:
 
     def __init__(self, gpu: Gpu, rig: Rig) -> None:
         self._gpu, self._rig = gpu, rig
-        self.traits = traits(gpu.device)
+        self.traits = gpu.traits
         self.num_blocks, self.page_tokens = rig.num_blocks, rig.page_tokens
         self.kv_element = rig.kv_element
         self._spans: list[DeviceSpan] = []
