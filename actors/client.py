@@ -16,6 +16,7 @@ from actors.messages import (
     Arranged,
     DeviceStats,
     DeviceStatsRequest,
+    Drain,
     Move,
     PagerStats,
     PagerStatsRequest,
@@ -95,6 +96,10 @@ class Client:
         sessions: Sessions = await self._scheduler.ask(SessionsRequest())
         return sessions.states
 
+    async def drain(self, *, is_draining: bool = True) -> None:
+        """Refuse requests, or take them again; see `Engine.drain`."""
+        await self._scheduler.ask(Drain(is_draining))
+
     async def stats(self) -> EngineStats:
         """A snapshot."""
         scheduler: SchedulerStats = await self._scheduler.ask(SchedulerStatsRequest())
@@ -124,6 +129,7 @@ class Client:
             losses=scheduler.losses,
             recovery_s=scheduler.recovery_s,
             lost=tuple(name for name in self._sites if name not in uses),
+            is_draining=scheduler.is_draining,
             parked=scheduler.parked,
             parked_disk_bytes=scheduler.parked_disk_bytes,
             parked_memory_bytes=scheduler.parked_memory_bytes,

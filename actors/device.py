@@ -134,7 +134,8 @@ class Device(Actor):
     """One CPU device, with any of a model's blocks.
 
     pager: whose frames the blocks lie in. hidden, logits: what goes in and out of the blocks.
-    outbox: memory that others read what is handed to them from. compiled_kernels, compile_s: what
+    outbox: memory that others read what is handed to them from. keeps_dense: its pager has the
+    dense region, for all devices of the node. compiled_kernels, compile_s: what
     making the program took. owned: what ends with the device.
     """
 
@@ -147,6 +148,7 @@ class Device(Actor):
         pager: Ref,
         outbox: memory.Span,
         *,
+        keeps_dense: bool,
         hidden: Buffer,
         logits: Buffer,
         tier: str,
@@ -162,6 +164,7 @@ class Device(Actor):
         self._copier = copier
         self._pager = pager
         self._outbox = outbox
+        self._keeps_dense = keeps_dense
         self._hidden = hidden
         self._logits = logits
         self._tier = tier
@@ -617,7 +620,7 @@ class Device(Actor):
         await self._halt()
         await self._let_go()
         self._pages.drop(over - {self._head})
-        reserved = await self._settle(is_new_dense_put_off=True)
+        reserved = await self._settle()
         if reserved.over_budget_bytes:
             await self._forget(self._ownership.abandon(message.epoch))
             need = reserved.over_budget_bytes
@@ -625,9 +628,8 @@ class Device(Actor):
         return None
 
     async def _bring(self, message: Bring) -> Brought:
-        await self._pager.ask(self._placing())
         if message.block == self._head:
-            return Brought(0, "container")
+            return Brought(0, "here")  # in the dense region, which the node has
         fetched: Fetched = await self._pager.ask(
             Fetch(message.block, message.source, message.share)
         )
@@ -652,23 +654,15 @@ class Device(Actor):
             await self._let_go()
             await self._settle()
 
-    async def _settle(self, *, is_new_dense_put_off: bool = False) -> Reserved:
+    async def _settle(self) -> Reserved:
         """Have memory for the blocks that are held, and for no others."""
         held = self._ownership.held - {self._head}
         self._pages.drop(self._pages.columns - held)
         self._pages.hold(held)
         self._pages.adopt(held & self._ownership.owned)
-        await self._pager.ask(self._placing(owned_only=is_new_dense_put_off))
+        blocks = tuple(sorted(self._ownership.wanted - {self._head}))
+        await self._pager.ask(Place(blocks, dense=self._keeps_dense))
         return await self._charge()
-
-    def _placing(self, *, owned_only: bool = False) -> Place:
-        """What the pager is to serve: blocks, and the dense region, where each has its norms.
-
-        owned_only: the dense region only for what is owned already, because reading it takes time.
-        """
-        wanted = self._ownership.wanted
-        needs_dense = self._ownership.owned if owned_only else wanted
-        return Place(tuple(sorted(wanted - {self._head})), dense=bool(needs_dense))
 
     # --- history that comes and goes ---------------------------------------------------------
 

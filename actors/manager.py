@@ -25,6 +25,7 @@ from actors.messages import (
     Listed,
     ManagerMessage,
     ModelsRequest,
+    ModelState,
     NodeListed,
     NodesRequest,
     Publish,
@@ -155,7 +156,7 @@ class Manager(Actor):
         except TimeoutError:
             pass
         else:
-            state = "draining" if stats.is_draining else "ready"
+            state: ModelState = "draining" if stats.is_draining else "ready"
             self._directory.update(model.name, state, str(stats.placement))
 
     # --- nodes -------------------------------------------------------------------------------

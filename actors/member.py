@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -26,19 +26,26 @@ from actors.messages import (
     Join,
     Listed,
     ModelsRequest,
+    Neighbour,
     NodeListed,
     NodesRequest,
     Publish,
     Withdraw,
     Working,
 )
-from jitllm.errors import JitllmError
+from actors.route import Site
+from jitllm.config import ResolvedConfig
+from jitllm.errors import JitllmError, UsageError
 from jitllm.log import logger
+from jitllm.schedule.placement import Placement
 
 R = TypeVar("R")
 
 RETRY_S = 0.2
 """Between two attempts to reach a manager: Ray takes a second to notice that one is dead."""
+
+CHANGE_S = 5.0
+"""How long a cluster may be without a manager while there are members."""
 
 PATIENCE_S = 30.0
 """How long a manager may be out of reach before who asks is told so."""
@@ -54,12 +61,16 @@ class Neighbourhood(Protocol):
         """The name of this node."""
         ...
 
+    def reach(self, name: str) -> Ref:
+        """The ref of an actor of a model: "MODEL:ACTOR"."""
+        ...
+
     async def manager(self) -> Ref:
         """The one that is there, or else a new one. Raises `Stopped` while there can be none."""
         ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Seat:
     """A name that is kept for a model, from before it is open until after it is closed."""
 
@@ -67,18 +78,64 @@ class Seat:
     path: Path
     member: Member
 
-    async def publish(self, working: Working, placement: str) -> None:
-        """Let others use the model."""
-        await self.member.publish(
-            Listed(self.name, self.path, self.member.name, "ready", placement, working)
+    async def publish(
+        self,
+        scheduler: Ref,
+        sites: Mapping[str, Site],
+        placement: Placement,
+        config: ResolvedConfig,
+        fingerprint: Mapping[str, str | int],
+    ) -> None:
+        """Let others use the model. Refs are those of its own runtime."""
+        around = self.member.neighbourhood
+
+        def reach(ref: Ref) -> Ref:
+            return around.reach(f"{self.name}:{ref.name}")
+
+        devices = tuple(
+            Neighbour(name, site.node or around.here, reach(site.device), reach(site.pager))
+            for name, site in sites.items()
         )
+        working = Working(reach(scheduler), devices, config, tuple(fingerprint.items()))
+        await self.member.publish(
+            Listed(self.name, self.path, self.member.name, "ready", str(placement), working)
+        )
+
+
+async def lookup(manager: Ref, name: str | None) -> tuple[Listed, Working]:
+    """A model that is open, by its name or because it is the only one.
+
+    Raises `UsageError` when there is none like that, `JitllmError` while it is being loaded.
+    """
+    found = {model.name: model for model in await _models_of(manager)}
+    names = ", ".join(found) or "none"
+    if name is None and len(found) != 1:
+        raise UsageError("which model of the cluster?", f"say model=...; there are: {names}")
+    model = next(iter(found.values())) if name is None else found.get(name)
+    if model is None:
+        raise UsageError(f"the cluster has no model {name!r}", f"there are: {names}")
+    if model.working is None:
+        raise JitllmError(f"{model.name} is being loaded by {model.member}", "try again then")
+    return model, model.working
+
+
+async def _models_of(manager: Ref) -> tuple[Listed, ...]:
+    """Those that it knows; none where there is no manager for longer than it takes to start one."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CHANGE_S):
+            while True:
+                try:
+                    return await manager.ask(ModelsRequest())
+                except Stopped:
+                    await asyncio.sleep(RETRY_S)
+    return ()
 
 
 class Member:
     """Use it in an `async with`: from its end on, nothing that it served is known."""
 
     def __init__(self, neighbourhood: Neighbourhood) -> None:
-        self._neighbourhood = neighbourhood
+        self.neighbourhood = neighbourhood
         self.name = f"{neighbourhood.here}:{os.getpid()}:{secrets.token_hex(2)}"
         """Of whom others see: its node, its process, and which one of that."""
         self.health = Health()
@@ -174,7 +231,7 @@ class Member:
         """Be a member of whichever manager there is."""
         while True:
             try:
-                manager = await self._neighbourhood.manager()
+                manager = await self.neighbourhood.manager()
                 await self._follow(manager)
             except Stopped:
                 pass

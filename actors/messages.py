@@ -6,7 +6,7 @@ and receiver may be in one process or in two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,17 @@ from actors.actor import Message, Ref
 from actors.parts import Parts
 from jitllm.config import ResolvedConfig
 from jitllm.devices.memory import Handle
-from jitllm.engine import Delta, Logits, Moved, MoveTotals, Request, Sampling
+from jitllm.engine import (
+    Delta,
+    Logits,
+    Moved,
+    MoveTotals,
+    ParkedIn,
+    ParkTotals,
+    Request,
+    Sampling,
+    SessionState,
+)
 from jitllm.memory.host import HostReport
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.placement_map import PlacementMap
@@ -255,7 +265,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """There is no room for a sequence beside those that run."""
+    """There is no room for a sequence beside those that run.
+
+    room_bytes: less than nothing where those have outgrown what they were promised.
+    """
 
     need_bytes: int
     room_bytes: int
@@ -490,6 +503,18 @@ class Unpack(Message[Unpacked]):
 
 
 @dataclass(frozen=True, slots=True)
+class Restore(Message[Unpacked]):
+    """Keys and values of your own blocks come back, of a sequence that has a seat here.
+
+    start: positions below it are there already. Refused with `Lost` by a device that knows nothing
+    of the sequence or does not own the blocks. Twice is as good as once.
+    """
+
+    parcel: Parcel
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Hand(Message[None]):
     """These blocks are not yours from now on; keep what is there of them. Comes between steps."""
 
@@ -546,7 +571,17 @@ Command = Own | Close | Cut | Recall | Shrink | Hand | Adopt | Drop | Abandon
 """What a device is told to do, and answers when it is done."""
 
 DeviceMessage = (
-    Open | Step | Steps | DeviceStatsRequest | Prepare | Bring | Missing | Pack | Unpack | Command
+    Open
+    | Step
+    | Steps
+    | DeviceStatsRequest
+    | Prepare
+    | Bring
+    | Missing
+    | Pack
+    | Unpack
+    | Restore
+    | Command
 )
 
 # -------------------------------------------------------------------------------------- scheduler
@@ -575,6 +610,11 @@ class SchedulerStats:
     """Devices that did not come back."""
     is_draining: bool = False
     """Whether requests are refused."""
+    parked: int = 0
+    """Sequences that wait until they are resumed."""
+    parked_disk_bytes: int = 0
+    parked_memory_bytes: int = 0
+    park_totals: ParkTotals = field(default_factory=ParkTotals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,6 +622,13 @@ class Arranged:
     """The moves that a map took, in order."""
 
     moves: tuple[Moved, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Sequences under way, in order of arrival."""
+
+    states: tuple[SessionState, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,6 +668,29 @@ class Arrange(Message[Arranged]):
 
 
 @dataclass(frozen=True, slots=True)
+class Park(Message[Sessions]):
+    """Let the sequences of a request wait without pages, until they are resumed.
+
+    Answered once their keys and values are where they wait. Refused with `UnknownSession`.
+    """
+
+    name: str
+    to: ParkedIn = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Message[Sessions]):
+    """Let the sequences of a request go on when it is their turn."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsRequest(Message[Sessions]):
+    """Say which sequences are under way."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rebudget(Message[None]):
     """Change what the model may take on each host."""
 
@@ -639,7 +709,17 @@ class SchedulerStatsRequest(Message[SchedulerStats]):
     """Say what runs."""
 
 
-SchedulerMessage = Submit | Move | Arrange | Rebudget | Drain | SchedulerStatsRequest
+SchedulerMessage = (
+    Submit
+    | Move
+    | Arrange
+    | Park
+    | Resume
+    | SessionsRequest
+    | Rebudget
+    | Drain
+    | SchedulerStatsRequest
+)
 
 # ---------------------------------------------------------------------------------------- manager
 
@@ -756,6 +836,4 @@ class NodesRequest(Message[tuple[NodeListed, ...]]):
     """Every node of the cluster, and what it has to offer by now."""
 
 
-ManagerMessage = (
-    Join | Claim | Publish | Withdraw | DrainModel | ModelsRequest | NodesRequest
-)
+ManagerMessage = Join | Claim | Publish | Withdraw | DrainModel | ModelsRequest | NodesRequest

@@ -84,8 +84,9 @@ class RayRuntime:
     """Actors of one model by name, each in a process of its own; use it in an `async with`.
 
     model: empty for what belongs to no model; there the actors of a model are called after it, as
-    "MODEL:scheduler". The end stops them, the latest first. What is left of an actor whose process dies is nothing:
-    with `restarts` a successor is made from its recipe, and messages find it by the same ref.
+    "MODEL:scheduler". The end stops them, the latest first. What is left of an actor whose process
+    dies is nothing: with `restarts` a successor is made from its recipe, and messages find it by
+    the same ref.
     """
 
     def __init__(self, cluster: Cluster, model: str) -> None:
@@ -180,7 +181,7 @@ class RayRuntime:
             self._kill(name, handle)
             self._neighbours.forget(name)
         if self._cluster.is_there():
-            await _until_free(_full_name(self._prefix, name))
+            await _until_free(_full_name(self._prefix, name), handle)
 
     def _kill(self, name: str, handle: Any) -> None:
         """End the process of an actor, at once."""
@@ -333,12 +334,13 @@ def _full_name(prefix: str, name: str) -> str:
     return f"{prefix}{name}".replace(" ", ":")
 
 
-async def _until_free(full_name: str) -> None:
-    """Wait until the cluster has forgotten a name: a model may come back under it at once."""
+async def _until_free(full_name: str, handle: Any) -> None:
+    """Wait until the cluster has forgotten an actor: a model may come back under its name."""
     with contextlib.suppress(ValueError, TimeoutError):
         async with asyncio.timeout(FORGET_S):
             while True:
-                ray.get_actor(full_name, namespace=NAMESPACE)
+                if ray.get_actor(full_name, namespace=NAMESPACE) != handle:  # it has a successor
+                    return
                 await asyncio.sleep(0.01)
 
 

@@ -114,13 +114,15 @@ class SchedulerRecipe:
 class DeviceRecipe:
     """A CPU device, with programs for all blocks of a model.
 
-    tensors: where weights lie in the extents. threads: 0 for as many as are ours there. cpus: which
-    CPUs they keep to; empty for any. is_shared: other devices are in other processes than it.
-    is_alone: no other device has blocks of the model. cache: compiled kernels. progress: told about
-    kernels that are compiled; it does not travel to another process.
+    dense: the pager whose dense region it reads, one for all devices of a node. tensors: where
+    weights lie in the extents. threads: 0 for as many as are ours there. cpus: which CPUs they keep
+    to; empty for any. is_shared: other devices are in other processes than it. is_alone: no other
+    device has blocks of the model. cache: compiled kernels. progress: told about kernels that are
+    compiled; it does not travel to another process.
     """
 
     pager: Ref
+    dense: Ref
     graph: Graph
     tensors: tuple[TensorEntry, ...]
     limits: Limits
@@ -135,14 +137,20 @@ class DeviceRecipe:
     cache: ObjectCache
     progress: Compiling | None = None
 
+    @property
+    def keeps_dense(self) -> bool:
+        """Whether its own pager has the dense region of the node."""
+        return self.dense == self.pager
+
     async def make(self) -> Device:
         """See `Recipe`. Raises `JitllmError` when memory or the pager's frames cannot be had."""
         located = await self.pager.ask(Locate())
+        dense = located.dense if self.keeps_dense else (await self.dense.ask(Locate())).dense
         graph = self.graph
         with ExitStack() as owned:
             weights = _Weights(
                 {(tensor.role, tensor.block): tensor for tensor in self.tensors},
-                owned.enter_context(attach(located.dense)),
+                owned.enter_context(attach(dense)),
                 owned.enter_context(attach(located.blocks)),
                 located.offsets,
                 expert_places(self.tensors),
@@ -180,6 +188,7 @@ class DeviceRecipe:
                 Copier(compiler),
                 self.pager,
                 outbox,
+                keeps_dense=self.keeps_dense,
                 hidden=graph.hidden,
                 logits=graph.logits,
                 tier=self.tier,

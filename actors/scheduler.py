@@ -24,6 +24,7 @@ from actors.mailbox import Stopped
 from actors.messages import (
     Arrange,
     Arranged,
+    Drain,
     Move,
     Open,
     Opened,
@@ -55,7 +56,7 @@ from jitllm.engine import (
     SessionState,
     Usage,
 )
-from jitllm.errors import JitllmError, QueueFull, UnknownSession
+from jitllm.errors import Draining, JitllmError, QueueFull, UnknownSession
 from jitllm.log import logger
 from jitllm.memory import prefix
 from jitllm.schedule import plan
@@ -154,6 +155,7 @@ class Scheduler(Actor):
         self._falls_back = falls_back
         self._page_tokens = page_tokens
         self._max_queue = max_queue
+        self._is_draining = False
         self._pace = Pace(budget.tokens)
         self._refused_tokens: int | None = None
         self._refused: _Refusal | None = None
@@ -208,6 +210,9 @@ class Scheduler(Actor):
                 return self._states()
             case Rebudget():
                 return self.context.later(self._rebudget(message.num_bytes), "divide the budget")
+            case Drain():
+                self._is_draining = message.is_draining
+                return None
             case SchedulerStatsRequest():
                 return self._statistics()
             case _:
@@ -227,6 +232,7 @@ class Scheduler(Actor):
             losses=self._num_losses,
             recovery_s=self._recovery_s,
             lost=self._route.lost,
+            is_draining=self._is_draining,
             parked=len(self._held),
             parked_disk_bytes=self._parker.held_bytes("disk"),
             parked_memory_bytes=self._parker.held_bytes("memory"),
@@ -245,6 +251,8 @@ class Scheduler(Actor):
     # --- requests ----------------------------------------------------------------------------
 
     def _submit(self, request: Request) -> Parts[Delta]:
+        if self._is_draining:
+            raise Draining()
         check(request, vocab=self._vocab, context_tokens=self._context_tokens)
         if not plan.has_room(self._waiting, self._running, self._budget, self._max_queue):
             raise QueueFull(self._max_queue)

@@ -17,11 +17,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import actors
-from actors.actor import AnyRuntime
+from actors.actor import AnyRuntime, Ref
 from actors.beside import beside
 from actors.client import Client
 from actors.local import Runtime
-from actors.messages import DeviceStatsRequest
+from actors.member import Member as Member
+from actors.member import Seat, lookup
+from actors.messages import DeviceStatsRequest, NodeListed
 from actors.recipes import DeviceRecipe, PagerRecipe, SchedulerRecipe
 from actors.route import Site
 from jitllm.config import EngineConfig, Probe, ResolvedConfig, resolve
@@ -37,7 +39,7 @@ from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.jit.tiers import available, choose
 from jitllm.memory.budget import probe as probe_memory
 from jitllm.memory.history import History
-from jitllm.memory.host import host_devices
+from jitllm.memory.host import HostReport, host_devices
 from jitllm.models.graph import Graph
 from jitllm.models.registry import graph_of
 from jitllm.schedule.place import BlockCost, Room, place
@@ -65,11 +67,12 @@ LOGITS_BYTES = 8 << 20
 class Loaded:
     """A served model and what its users need besides; `close` it.
 
-    compiled_kernels: how many the cache lacked. open_s, compile_s: seconds that opening took in
-    all, and for compiling or linking kernels. notes: what about the place where the actors run
-    makes replies slower than they could be.
+    name: what it is called, where others find it too. compiled_kernels: how many the cache lacked.
+    open_s, compile_s: seconds that opening took in all, and for compiling or linking kernels.
+    notes: what about the place where the actors run makes replies slower than they could be.
     """
 
+    name: str
     path: Path
     engine: Engine
     header: Header
@@ -149,6 +152,54 @@ def joined(how: str) -> Iterator[Joined]:
         yield Joined(how, cluster.address, cluster.dashboard)
 
 
+@asynccontextmanager
+async def membership(how: str) -> AsyncIterator[Member]:
+    """Be a member of a Ray cluster: know what it serves, and serve models that others find.
+
+    For all engines that are opened with this `member` meanwhile. Raises as `joined` does.
+    """
+    with _cluster(how) as cluster:
+        from actors.ray import RayRuntime
+
+        async with RayRuntime(cluster, "") as common, Member(common) as member:
+            yield member
+
+
+async def attach(how: str, name: str | None = None) -> Loaded:
+    """Use a model that a member of a Ray cluster serves; closing it lets go, and ends nothing.
+
+    name: None for the only one. Raises `UsageError` when there is none of that name, `JitllmError`
+    while it is being loaded and when its container is not to be had here, and as `joined` does.
+    """
+    _check_actors()
+    began_s = perf_counter()
+    async with AsyncExitStack() as stack:
+        cluster = stack.enter_context(_cluster(how))
+        from actors.ray import RayRuntime
+
+        common = await stack.enter_async_context(RayRuntime(cluster, ""))
+        model, working = await lookup(common.reach("manager"), name)
+        container, graph = await beside(lambda _: _open(model.path, stack))
+        if container.header.fingerprint != dict(working.fingerprint):
+            raise JitllmError(
+                f"{model.path} is another model here than the one that {model.member} serves",
+                "put the same file there",
+            )
+        sites = {near.name: Site(near.device, near.pager, near.node) for near in working.devices}
+        return Loaded(
+            name=model.name,
+            path=model.path,
+            engine=Client(working.scheduler, sites, stack.pop_all().aclose),
+            header=container.header,
+            graph=graph,
+            config=working.config,
+            compiled_kernels=0,
+            open_s=perf_counter() - began_s,
+            compile_s=0.0,
+        )
+    raise AssertionError("unreachable")
+
+
 async def open_engine(
     path: Path,
     config: EngineConfig,
@@ -158,14 +209,17 @@ async def open_engine(
     strict: bool = False,
     ray: str | None = None,
     name: str | None = None,
+    member: Member | None = None,
 ) -> Loaded:
     """Open the container at `path` and start an engine for it.
 
     ray: on which cluster its actors live, each in a process of its own: "local" starts one, "auto"
     joins the one of this machine, anything else is an address. Without it they live in this
-    process. name: of the model in the cluster; the file's by default. strict: pickle every message,
-    as between processes (for tests). cache: compiled kernels; the user's by default. Raises what
-    `Container.open`, `graph_of` and `resolve_config` raise, and `JitllmError` for the cluster.
+    process. name: of the model, in the cluster too; by default the file's, with a number if that is
+    taken there. member: as whom to serve it there; as one for itself by default. strict: pickle
+    every message, as between processes (for tests). cache: compiled kernels; the user's by default.
+    Raises what `Container.open`, `graph_of` and `resolve_config` raise, and `JitllmError` for the
+    cluster.
     """
     _check_actors()
     began_s = perf_counter()
@@ -177,12 +231,18 @@ async def open_engine(
         config = replace(config, page_size_tokens=_page_tokens(config, context_tokens))
         limits = _limits(config, graph)
         runtime: AnyRuntime
+        seat: Seat | None = None
+        nodes: Sequence[NodeListed] = ()
         if ray is None:
             runtime = await stack.enter_async_context(Runtime(strict=strict))
         else:
-            runtime = await stack.enter_async_context(_on_ray(ray, name or path.stem))
-        chosen, shares = _devices(config, runtime)
+            seat = await stack.enter_async_context(_seat(ray, member, name, path))
+            runtime = await stack.enter_async_context(_on_ray(ray, seat.name))
+            if any(entry.node or entry.backend == "all" for entry in parse_devices(config.devices)):
+                nodes = await seat.member.nodes()
+        chosen, shares = _devices(config, nodes, runtime.here)
         sites: dict[str, Site] = {}
+        dense: dict[str, Ref] = {}
         for device, share in zip(chosen, shares, strict=True):
             pager = await runtime.start(
                 PagerRecipe(
@@ -196,6 +256,7 @@ async def open_engine(
             )
             device_recipe = DeviceRecipe(
                 pager=pager,
+                dense=dense.setdefault(device.node, pager),
                 graph=graph,
                 tensors=header.tensors,
                 limits=limits,
@@ -222,7 +283,7 @@ async def open_engine(
                 placement=placement,
                 host_bytes=config.maxmem_bytes,
                 budget=Budget(rows=limits.rows, tokens=limits.tokens, outputs=limits.outputs),
-                block_bytes=(*header.frame_bytes, header.dense.length),
+                block_bytes=(*header.frame_bytes, 0),  # the head is in the dense region
                 kv_bytes=tuple(history.num_bytes((block,), 1) for block in range(graph.num_blocks)),
                 context_tokens=context_tokens,
                 vocab=graph.vocab,
@@ -237,8 +298,11 @@ async def open_engine(
             "scheduler",
         )
         stats = [await site.device.ask(DeviceStatsRequest()) for site in sites.values()]
+        if seat is not None:
+            await seat.publish(scheduler, sites, placement, config, header.fingerprint)
         engine = Client(scheduler, sites, stack.pop_all().aclose)
         return Loaded(
+            name=seat.name if seat else name or path.stem,
             path=path,
             engine=engine,
             header=container.header,
@@ -255,6 +319,18 @@ async def open_engine(
 def _open(path: Path, owned: AsyncExitStack) -> tuple[Container, Graph]:
     container = owned.enter_context(contextlib.closing(Container.open(path)))
     return container, graph_of(container)
+
+
+@asynccontextmanager
+async def _seat(
+    how: str, member: Member | None, name: str | None, path: Path
+) -> AsyncIterator[Seat]:
+    """A name for a model in a cluster, until it is closed; see `open_engine`."""
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(membership(how)) if member is None else member
+        is_exact, absolute = name is not None, await beside(lambda _: path.resolve())
+        async with server.claimed(name or path.stem, absolute, is_exact=is_exact) as seat:
+            yield seat
 
 
 @asynccontextmanager
@@ -289,20 +365,24 @@ def _check_actors() -> None:
 
 
 def _devices(
-    config: ResolvedConfig, runtime: AnyRuntime
+    config: ResolvedConfig, nodes: Sequence[NodeListed], here: str
 ) -> tuple[tuple[AvailableDevice, ...], tuple[CpuShare, ...]]:
     """The devices that were asked for, and the threads of each.
 
-    Those of other nodes have all the threads that there are. Raises `UsageError` or
+    nodes: those of a cluster that devices may be on, besides `here`. Raises `UsageError` or
     `PlacementError` for a device that there is not.
     """
-    available = [*host_devices(config.threads)]
-    available += [AvailableDevice("cpu", 0, "another host", node=node) for node in runtime.nodes]
-    chosen, _ = choose_devices(parse_devices(config.devices), available, runtime.here)
+    own = HostReport(config.threads, numa_nodes(cpu_mask()), host_devices(config.threads))
+    hosts = {"": own} | {n.name: n.host for n in nodes if n.host and n.name != here}
+    available = [replace(d, node=node) for node, host in hosts.items() for d in host.devices]
+    chosen, _ = choose_devices(parse_devices(config.devices), available, here)
     devices = tuple(one.device for one in chosen)
-    own = [device.ordinal for device in devices if not device.node]
-    shares = iter(cpu_shares(own, config.threads, numa_nodes(cpu_mask())))
-    return devices, tuple(CpuShare(0) if device.node else next(shares) for device in devices)
+    shares: dict[str, CpuShare] = {}
+    for node, host in hosts.items():
+        there = [device for device in devices if device.node == node]
+        divided = cpu_shares([d.ordinal for d in there], host.threads, host.numa)
+        shares |= zip((d.name for d in there), divided, strict=True)
+    return devices, tuple(shares[device.name] for device in devices)
 
 
 def _place(

@@ -333,6 +333,8 @@ class EngineStats:
     """After the last of them, until devices were ready again."""
     lost: tuple[str, ...] = ()
     """Devices that did not come back; others compute their blocks."""
+    is_draining: bool = False
+    """Whether it takes no more requests."""
     parked: int = 0
     """Sequences that wait until somebody wants them to go on."""
     parked_disk_bytes: int = 0
@@ -389,6 +391,12 @@ class Engine(Protocol):
 
     async def sessions(self) -> tuple[SessionState, ...]:
         """Every sequence under way, in order of arrival."""
+
+    async def drain(self, *, is_draining: bool = True) -> None:
+        """Refuse requests from now on with `Draining`, or take them again; those under way go on.
+
+        It holds for everybody who uses the model.
+        """
 
     async def stats(self) -> EngineStats:
         """A snapshot."""

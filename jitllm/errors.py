@@ -103,6 +103,13 @@ class QueueFull(JitllmError):
         self.retry_after_s = retry_after_s
 
 
+class Draining(JitllmError):
+    """A model takes no more requests; those under way end."""
+
+    def __init__(self) -> None:
+        super().__init__("the model is draining and takes no more requests", "ask another one")
+
+
 class PageError(JitllmError):
     """Paging in failed: a short read, an I/O error or a wrong checksum."""
 

@@ -20,10 +20,11 @@ from jitllm.api.health import snapshot
 from jitllm.api.models import Load, Served
 from jitllm.api.openapi import REPLIES
 from jitllm.api.placement import size_of
-from jitllm.api.schema import LoadRequest
+from jitllm.api.schema import DrainRequest, LoadRequest
 from jitllm.api.service import Service, service_of
 from jitllm.api.sessions import Session
 from jitllm.engine import EngineStats
+from jitllm.errors import JitllmError
 from jitllm.units import counted
 
 router = APIRouter(prefix="/jitllm/v1", tags=["control"], responses=REPLIES)
@@ -31,13 +32,17 @@ router = APIRouter(prefix="/jitllm/v1", tags=["control"], responses=REPLIES)
 Plain = dict[str, Any]
 
 _FORCE_TIMEOUT_S = 10.0
+_IDLE_TIMEOUT_S = 2.0
 
 
 @router.get("/models")
 async def list_models(request: Request) -> Plain:
-    """Every model that is loaded."""
+    """Every model that is loaded, and those of the cluster that the server is in."""
     service = service_of(request)
-    return {"models": [_model(service, served) for served in service.models.list()]}
+    return {
+        "models": [_model(service, served) for served in service.models.list()],
+        "cluster": list(await service.models.cluster()),
+    }
 
 
 @router.post("/models", status_code=201)
@@ -73,7 +78,8 @@ async def get_model(model_id: str, request: Request) -> Plain:
 async def unload_model(model_id: str, request: Request, force: bool = False) -> Plain:
     """Close a model and give its memory back.
 
-    One with requests under way is refused with 409; `force` ends them first.
+    One with requests under way is refused with 409; `force` ends them first, except those of
+    programs that came by another way, which fail.
     """
     service = service_of(request)
     service.refuse_leaving(model_id)
@@ -87,8 +93,29 @@ async def unload_model(model_id: str, request: Request, force: bool = False) -> 
                 f"{served.id} is in use by {counted(len(in_use), 'request')}; wait or use force",
                 "model",
             )
+        if not force and await _is_used_otherwise(served):
+            raise ApiError(
+                409, f"{served.id} is in use by other programs; drain it or use force", "model"
+            )
         await service.models.unload(served.id)
     return {"id": served.id, "unloaded": True}
+
+
+@router.post("/models/{model_id:path}/drain")
+async def drain_model(model_id: str, body: DrainRequest, request: Request) -> Plain:
+    """Have a model refuse requests, whoever they come from, or take them again.
+
+    Those under way go on. It may be one that another server of the cluster has.
+    """
+    service = service_of(request)
+    served = service.models.get(model_id)
+    if served is not None:
+        await served.engine.drain(is_draining=body.draining)
+    elif any(model["id"] == model_id for model in await service.models.cluster()):
+        await service.models.drain(model_id, body.draining)
+    else:
+        service.served(model_id)  # says that there is none
+    return {"id": served.id if served else model_id, "draining": body.draining}
 
 
 @router.get("/sessions")
@@ -131,8 +158,8 @@ async def get_stats(request: Request) -> Plain:
 
 @router.get("/devices")
 async def list_devices(request: Request) -> Plain:
-    """What could compute here."""
-    return {"devices": list(service_of(request).models.devices())}
+    """What could compute here, and on the other nodes of the cluster that the server is in."""
+    return {"devices": list(await service_of(request).models.devices())}
 
 
 async def _end_all(service: Service, served: Served) -> None:
@@ -142,6 +169,19 @@ async def _end_all(service: Service, served: Served) -> None:
                 for session in sessions:
                     session.cancel()
                 await service.sessions.next_end()
+
+
+async def _is_used_otherwise(served: Served) -> bool:
+    """Whether requests are under way that did not come through this server."""
+    with contextlib.suppress(TimeoutError, JitllmError):  # dead: nobody uses it
+        async with asyncio.timeout(_IDLE_TIMEOUT_S):
+            while True:  # the last of ours may have a step to go
+                stats = await served.engine.stats()
+                if not stats.running + stats.waiting:
+                    return False
+                await asyncio.sleep(_IDLE_TIMEOUT_S / 20)
+        return True
+    return False
 
 
 def _session(service: Service, name: str) -> Session:

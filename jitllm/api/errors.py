@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from jitllm.errors import (
     BadContainer,
     ContextOverflow,
+    Draining,
     JitllmError,
     NotConverted,
     OverBudget,
@@ -105,6 +106,8 @@ def explained(error: BaseException, param: str | None = None) -> ApiError:
         case QueueFull():
             after = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
             return ApiError(429, str(error), None, "queue_full", after)
+        case Draining():
+            return ApiError(503, str(error), "model", "draining", {"Retry-After": "5"})
         case OverBudget():
             return ApiError(503, str(error), None, "over_budget", {"Retry-After": "1"})
         case PlacementError():

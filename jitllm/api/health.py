@@ -45,8 +45,8 @@ async def healthz(request: Request) -> JSONResponse:
     is_whole = all(state == OK for state in states.values())
     status = "draining" if service.is_draining else "failing" if not is_well else "degraded"
     status = OK if is_well and is_whole else status
-    notes = dict.fromkeys(note for served in service.models.list() for note in served.notes)
-    body: dict[str, Any] = {"status": status, "models": states, "notes": list(notes)}
+    notes = list(service.models.notes())
+    body: dict[str, Any] = {"status": status, "models": states, "notes": notes}
     return JSONResponse(body, 200 if is_well else 503)
 
 

@@ -76,6 +76,16 @@ class Models(Protocol):
     async def place(self, model_id: str, budget_bytes: int) -> Pages:
         """Give a model that is loaded another host budget; returns what was reached."""
 
-    def devices(self) -> Sequence[Mapping[str, Any]]:
+    async def devices(self) -> Sequence[Mapping[str, Any]]:
         """What could compute here: name, kind, label, cores, free_bytes, total_bytes, models, and
         `declined`, the reason why it does not."""
+
+    async def cluster(self) -> Sequence[Mapping[str, Any]]:
+        """Models of the cluster that the server is in, its own too: id, path, state, member (who
+        serves it), is_here, placement, devices. None where there is no cluster."""
+
+    async def drain(self, model_id: str, is_draining: bool) -> None:
+        """Have a model of the cluster refuse requests, or take them again."""
+
+    def notes(self) -> Sequence[str]:
+        """What makes replies slower than they could be, and what is wrong around the server."""

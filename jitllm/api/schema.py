@@ -310,6 +310,12 @@ class LoadRequest(Body):
     kv_type: KvType | None = None
 
 
+class DrainRequest(Body):
+    """POST /jitllm/v1/models/{id}/drain"""
+
+    draining: bool = True
+
+
 # Replies: what the OpenAPI document shows.
 
 

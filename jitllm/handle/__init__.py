@@ -69,8 +69,9 @@ def connect(
 
     target: a container, which is opened in this process; the URL of a server (http, https); or
     "ray:ADDRESS" for actors on a cluster, where ADDRESS is "local" to start one on this machine,
-    "auto" to join the one that runs here, or where it is. model: on a server the name of the
-    model, needed where there are several; on a cluster the container. maxmem: all memory that the
+    "auto" to join the one that runs here, or where it is. model: the name of a model that a server,
+    or somebody on the cluster, has opened, needed where there are several; on a cluster also a
+    container (a `Path`, or "FILE.jlm"), which is opened there. maxmem: all memory that the
     model may take ("12G", "512M", bytes), and config: everything else about the engine, where one
     is opened. api_key: what a server wants; by default $JITLLM_API_KEY.
 
@@ -86,16 +87,26 @@ def connect(
         return Connecting(open_remote(where, None if model is None else os.fspath(model), api_key))
     if api_key:
         raise UsageError(f"{where!r} is no server, and wants no API key", "leave it out")
-    from jitllm.handle.embedded import open_here
+    from jitllm.handle.embedded import attach, open_here
 
     if not where.startswith(_RAY):
         if model is not None:
             raise UsageError(f"{where!r} is a model already", "leave `model` out")
         return Connecting(open_here(Path(where), maxmem, config))
-    if model is None:
-        raise UsageError(f"which model on {where!r}?", "say model='model.jlm'")
     address = where.removeprefix(_RAY).removeprefix("//") or "auto"
-    return Connecting(open_here(Path(model), maxmem, config, ray=address))
+    if model is not None and not _is_name(model):
+        return Connecting(open_here(Path(model), maxmem, config, ray=address))
+    if maxmem is not None or config is not None:
+        raise UsageError(
+            f"{model or 'the model'} has been opened already",
+            "use place(maxmem=...), or name a container: FILE.jlm",
+        )
+    return Connecting(attach(address, None if model is None else str(model)))
+
+
+def _is_name(model: Target) -> bool:
+    """Whether this is no file, but what somebody has called a model."""
+    return isinstance(model, str) and not model.endswith(".jlm")
 
 
 def connect_sync(

@@ -1,4 +1,4 @@
-"""A handle of an engine that this process opened: its actors live here, or on a cluster.
+"""A handle of an engine: of one that this process opened, or of one that is open on a cluster.
 
 Knows `compose`, tokenizers and chat templates. Replies are followed by the same code as behind
 HTTP, so that they end in the same way.
@@ -49,11 +49,20 @@ async def open_here(
     config = config or EngineConfig()
     if maxmem is not None:
         config = replace(config, maxmem_bytes=size_of(maxmem))
-    loaded = await compose.open_engine(path, config, ray=ray)
+    return await _handle(await compose.open_engine(path, config, ray=ray))
+
+
+async def attach(ray: str, name: str | None = None) -> Handle:
+    """Use a model that is open on a cluster; see `compose.attach`."""
+    return await _handle(await compose.attach(ray, name))
+
+
+async def _handle(loaded: Loaded) -> Handle:
+    """Of a model that is open, or is closed if there can be none."""
     try:
         await asyncio.to_thread(loaded.tokenizer.prepare)
         stats = await loaded.engine.stats()
-        return EmbeddedHandle(loaded, _served(loaded, path, stats.context_tokens))
+        return EmbeddedHandle(loaded, _served(loaded, stats.context_tokens))
     except BaseException:
         await loaded.close()
         raise
@@ -151,10 +160,10 @@ class EmbeddedHandle(Handle):
                 yield delta
 
 
-def _served(loaded: Loaded, path: Path, context_tokens: int) -> Served:
+def _served(loaded: Loaded, context_tokens: int) -> Served:
     return Served(
-        id=path.stem,
-        path=path,
+        id=loaded.name,
+        path=loaded.path,
         engine=loaded.engine,
         tokenizer=loaded.tokenizer,
         chat=loaded.chat,

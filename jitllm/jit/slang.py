@@ -91,7 +91,7 @@ def sources_fingerprint(op: str) -> str:
     for path in sorted([*_KERNELS.glob("*.slang"), _source(op), _CHILD, Path(__file__)]):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
-    digest.update(metadata.version("slangpy").encode())
+    digest.update(compiler_version().encode())
     return digest.hexdigest()
 
 
@@ -138,11 +138,21 @@ def without_debug_info(spirv: bytes) -> bytes:
 
 
 @cache
+def compiler_version() -> str:
+    """Of the wheel that brings the compiler. Raises `JitllmError` where it is not installed."""
+    try:
+        return metadata.version("slangpy")
+    except metadata.PackageNotFoundError as error:
+        remedy = "pip install 'jitllm[vulkan]'"
+        raise JitllmError("the Slang compiler is not installed", remedy) from error
+
+
 def _libraries() -> Path:
     """The folder of the compiler, without importing the package around it."""
+    compiler_version()
     found = importlib.util.find_spec("slangpy")
-    if found is None or not found.submodule_search_locations:
-        raise JitllmError("the Slang compiler is not installed", "pip install 'jitllm[vulkan]'")
+    assert found is not None
+    assert found.submodule_search_locations is not None
     return Path(found.submodule_search_locations[0])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jitllm.devices.choose import AvailableDevice
 from jitllm.devices.cpus import ROOT, NumaNode, cpu_devices, numa_nodes
+from jitllm.jit import tiers
 from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.memory import budget
 
@@ -19,12 +20,21 @@ class HostReport:
     threads: int
     numa: tuple[NumaNode, ...]
     devices: tuple[AvailableDevice, ...]
+    processor: str = ""
+    tier: str = ""
+    """Of instruction sets, the best."""
 
 
 def report_host() -> HostReport:
     """What this host offers when nobody chooses, at this moment."""
     threads = default_threads()
-    return HostReport(threads, numa_nodes(cpu_mask()), host_devices(threads))
+    return HostReport(
+        threads,
+        numa_nodes(cpu_mask()),
+        host_devices(threads),
+        processor=tiers.cpu_name(),
+        tier=tiers.choose().name,
+    )
 
 
 def host_devices(

@@ -288,6 +288,8 @@ class FakeModels:
 
     def __init__(self, *loaded: Served) -> None:
         self.loaded = {served.id: served for served in loaded}
+        self.elsewhere: dict[str, bool] = {}
+        """Models of others, and whether they drain."""
 
     def list(self) -> Sequence[Served]:
         return list(self.loaded.values())
@@ -311,8 +313,17 @@ class FakeModels:
     async def place(self, model_id: str, budget_bytes: int) -> Pages:
         return await self.loaded[model_id].engine.set_budget(budget_bytes)
 
-    def devices(self) -> Sequence[Mapping[str, Any]]:
+    async def devices(self) -> Sequence[Mapping[str, Any]]:
         return [{"name": "cpu:0", "kind": "cpu", "free_bytes": 1 << 30, "declined": None}]
+
+    async def cluster(self) -> Sequence[Mapping[str, Any]]:
+        return [{"id": model_id, "is_here": False} for model_id in self.elsewhere]
+
+    async def drain(self, model_id: str, is_draining: bool) -> None:
+        self.elsewhere[model_id] = is_draining
+
+    def notes(self) -> Sequence[str]:
+        return [note for served in self.list() for note in served.notes]
 
 
 __all__ = ["BOS", "EOS", "VOCAB", "FakeEngine", "FakeModels", "served"]

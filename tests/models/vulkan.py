@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jitllm.devices.host import Limits
-from jitllm.devices.vulkan_memory import DeviceSpan
-from jitllm.devices.vulkan_program import VulkanProgram
+from jitllm.devices.vulkan.arena import DeviceSpan
+from jitllm.devices.vulkan.program import VulkanProgram
 from jitllm.formats.jlm import Container
 from jitllm.kernels.kv_write import page_bytes
 from jitllm.kernels.op import Ctx, Weight

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jitllm.devices.vk import Api
+from jitllm.devices.vulkan.api import Api
 from jitllm.errors import JitllmError
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_modules_load_without_the_packages() -> None:
     program = (
         "import sys; sys.modules |= dict.fromkeys(('vulkan', 'slangpy'));"
-        "import jitllm.devices.vulkan_program, jitllm.jit.slang, jitllm.kernels.matmul.gpu"
+        "import jitllm.devices.vulkan.program, jitllm.jit.slang, jitllm.kernels.matmul.gpu"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 

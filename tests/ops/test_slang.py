@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from array import array
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -109,16 +110,15 @@ def test_the_death_of_the_compiler_is_a_message(
         SlangCompiler(Target.SPIRV, ObjectCache(None)).build([mine()])
 
 
-def test_without_the_package_the_remedy_is_named(
-    kernels: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slang.importlib.util, "find_spec", lambda name: None)
-    slang._libraries.cache_clear()
-    try:
-        with pytest.raises(JitllmError, match=r"pip install 'jitllm\[vulkan\]'"):
-            SlangCompiler(Target.SPIRV, ObjectCache(None)).build([mine()])
-    finally:
-        slang._libraries.cache_clear()
+def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(slang.metadata, "version", absent)
+    for cached in (slang.compiler_version, slang.sources_fingerprint):
+        cached.cache_clear()
+    with pytest.raises(JitllmError, match=r"pip install 'jitllm\[vulkan\]'"):
+        SlangCompiler(Target.SPIRV, ObjectCache(None)).build([KernelSpec.of("glu")])
 
 
 def test_debug_info_goes_and_nothing_else() -> None:

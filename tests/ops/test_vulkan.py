@@ -149,7 +149,8 @@ def test_pages(case: Attended) -> None:
 @pytest.mark.parametrize("case", test_matmul.CASES, ids=str)
 def test_products(case: test_matmul.Case) -> None:
     data = test_matmul.data_of(case)
-    expected = matmul(case.format, data.weight, case.rows, case.cols, data.src, data.bias, data.add)
+    matrix = (case.format, data.weight, case.rows, case.cols)
+    expected = matmul(*matrix, data.src, data.bias, data.add, case.scale)
     got = test_matmul.run(case, gpu(), data=data)
     assert np.abs(got - expected).max() <= 2e-6 * np.abs(expected).max()
 

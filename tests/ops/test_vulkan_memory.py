@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from jitllm.devices.vk import VulkanError, api
-from jitllm.devices.vulkan import Moment
-from jitllm.devices.vulkan_memory import ALIGN, Arena, Staging
+from jitllm.devices.vulkan.api import VulkanError, api
+from jitllm.devices.vulkan.arena import ALIGN, Arena
+from jitllm.devices.vulkan.device import Moment
+from jitllm.devices.vulkan.staging import Staging
 from tests.ops.vulkan import gpu, needs_vulkan
 
 pytestmark = [pytest.mark.vulkan, needs_vulkan]

@@ -1,28 +1,23 @@
-"""One device's memory: an arena cut into spans, and the way of bytes to and from it.
+"""One device's memory: an arena cut into spans.
 
 The arena takes memory from the driver in chunks and lends spans of them, named by addresses that
-kernels use as they are. Its ledger counts what the driver really took. Staging is host memory that
-the device copies from and to. Knows no blocks and no pages.
+kernels use as they are. Its ledger counts what the driver really took. Knows no blocks, no pages.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jitllm.devices.vk import VulkanError
-from jitllm.devices.vulkan import Device, Moment, Queue
+from jitllm.devices.vulkan.api import VulkanError
+from jitllm.devices.vulkan.device import Device
 
 CHUNK_BYTES = 64 << 20
 """Taken from the driver at once, for the spans that are smaller."""
 
 ALIGN = 256
 """Spans begin at multiples of it: 16-byte loads need 16, copies on some devices like 256."""
-
-STAGE_BYTES = 8 << 20
-"""Of each half of the staging buffer: while one is copied by the device, the other is filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,124 +203,3 @@ class Arena:
             chunk.close()
         self._chunks.clear()
         self.used_bytes = 0
-
-
-class Staging:
-    """Host memory that the device sees, in two halves: one is filled while the other is copied.
-
-    queue: where copies are submitted; those of the compute queue are in order with kernels, those
-    of the other run beside them. The bytes belong to the host; `allocated_bytes` says how many.
-    """
-
-    def __init__(
-        self, device: Device, half_bytes: int = STAGE_BYTES, queue: Queue | None = None
-    ) -> None:
-        self._device = device
-        self._queue = queue or device.compute
-        self._half_bytes = half_bytes
-        vulkan = device.api
-        visible = (
-            vulkan.VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | vulkan.VK_MEMORY_PROPERTY_HOST_COHERENT_BIT
-        )
-        cached = vulkan.VK_MEMORY_PROPERTY_HOST_CACHED_BIT
-        self._buffer, self._memory, self.allocated_bytes = allocate(
-            device, 2 * half_bytes, visible, cached
-        )
-        pointer = vulkan.make(
-            "vkMapMemory", "void*", device.handle, self._memory, 0, 2 * half_bytes, 0
-        )
-        self._bytes = memoryview(vulkan.ffi.buffer(pointer, 2 * half_bytes))
-        self._half = 0
-        self._busy: list[tuple[Moment, Any] | None] = [None, None]
-
-    def upload(
-        self,
-        pairs: Iterable[tuple[DeviceSpan, memoryview | bytes]],
-        after: Iterable[Moment] = (),
-    ) -> Moment:
-        """Copy bytes to the beginnings of spans; returns when they are there, as a moment.
-
-        Comes back once everything is in staging: the host bytes may change at once. after: what
-        may still use the spans, on another queue.
-        """
-        waits = tuple(after)
-        for span, data in pairs:
-            view = memoryview(data).cast("B")
-            for start in range(0, len(view), self._half_bytes):
-                part = view[start : start + self._half_bytes]
-                half, base = self._next_half()
-                self._bytes[base : base + len(part)] = part
-                target = (span.chunk.buffer, span.offset + start)
-                self._copy(half, (self._buffer, base), target, len(part), waits)
-        return self._queue.last
-
-    def download(
-        self,
-        span: DeviceSpan,
-        into: memoryview,
-        offset: int = 0,
-        after: Iterable[Moment] = (),
-    ) -> None:
-        """Copy `len(into)` bytes from `offset` of a span; waits for them."""
-        view, waits = into.cast("B"), tuple(after)
-        for start in range(0, len(view), self._half_bytes):
-            part = view[start : start + self._half_bytes]
-            half, base = self._next_half()
-            source = (span.chunk.buffer, span.offset + offset + start)
-            self._copy(half, source, (self._buffer, base), len(part), waits)
-            self._settle(half)
-            part[:] = self._bytes[base : base + len(part)]
-
-    def clear(self, span: DeviceSpan) -> Moment:
-        """Zeros for a whole span, rounded up to its alignment."""
-        vulkan, queue = self._device.api, self._queue
-        size = -(-span.num_bytes // ALIGN) * ALIGN
-        half, _ = self._next_half()
-        with queue.recording(once=True) as commands:
-            self._device.barrier(commands)
-            vulkan.call("vkCmdFillBuffer", commands, span.chunk.buffer, span.offset, size, 0)
-            self._device.barrier(commands)
-        moment = queue.submit(commands)
-        self._busy[half] = moment, commands
-        return moment
-
-    def _next_half(self) -> tuple[int, int]:
-        """The half that is used next, free, and where it begins."""
-        half, self._half = self._half, self._half ^ 1
-        self._settle(half)
-        return half, half * self._half_bytes
-
-    def _copy(
-        self,
-        half: int,
-        source: tuple[Any, int],
-        target: tuple[Any, int],
-        num_bytes: int,
-        after: tuple[Moment, ...],
-    ) -> None:
-        vulkan, queue = self._device.api, self._queue
-        region = vulkan.struct(
-            "VkBufferCopy", srcOffset=source[1], dstOffset=target[1], size=num_bytes
-        )
-        with queue.recording(once=True) as commands:
-            self._device.barrier(commands)
-            vulkan.call("vkCmdCopyBuffer", commands, source[0], target[0], 1, region)
-            self._device.barrier(commands)
-        self._busy[half] = queue.submit(commands, after=after), commands
-
-    def _settle(self, half: int) -> None:
-        """Wait until the device is done with a half."""
-        if (busy := self._busy[half]) is not None:
-            moment, commands = busy
-            self._queue.wait(moment)
-            self._queue.free(commands)
-            self._busy[half] = None
-
-    def close(self) -> None:
-        """Give the memory back."""
-        for half in (0, 1):
-            self._settle(half)
-        self._bytes.release()
-        self._device.api.call("vkUnmapMemory", self._device.handle, self._memory)
-        self._device.destroy("vkDestroyBuffer", self._buffer)
-        self._device.destroy("vkFreeMemory", self._memory)

@@ -14,120 +14,25 @@ from typing import Any
 
 from jitllm.devices.host import Limits
 from jitllm.devices.order import ordered
-from jitllm.devices.vulkan import Device, Moment
-from jitllm.devices.vulkan_memory import Arena, DeviceSpan, Staging
+from jitllm.devices.vulkan.arena import Arena, DeviceSpan
+from jitllm.devices.vulkan.device import Moment
+from jitllm.devices.vulkan.pipelines import Pipelines, traits
+from jitllm.devices.vulkan.staging import Staging
+from jitllm.devices.vulkan.step import DeviceStep, StepLayout
 from jitllm.errors import JitllmError
 from jitllm.jit.cpu import Progress
-from jitllm.jit.slang import SlangCompiler
-from jitllm.kernels.gpu import Bucket, Dispatch, Traits
+from jitllm.kernels.gpu import Bucket, Dispatch
 from jitllm.kernels.op import (
-    MAX_ARGS,
-    PANEL_TOKENS,
     Buffer,
     Const,
-    Ctx,
     KernelSpec,
     Op,
     Rows,
     Weight,
 )
-from jitllm.kernels.sample import RECORD_BYTES
 
 _ALIGN = 256
 _TABLES, _FIRST_BLOCK = 1, 2  # sections of a program: embed, tables, each block, head
-_PUSH_BYTES = 8 * (1 + MAX_ARGS)
-
-
-def traits(device: Device) -> Traits:
-    """What kernels are specialised for on a device."""
-    facts = device.physical
-    return Traits(facts.subgroup_size, facts.has_fast_dot, facts.shared_bytes)
-
-
-class Pipelines:
-    """Kernels of one device, ready to be launched; `close` them when no recording is left."""
-
-    def __init__(self, device: Device, compiler: SlangCompiler) -> None:
-        self._device = device
-        self._compiler = compiler
-        push = device.api.struct(
-            "VkPushConstantRange",
-            stageFlags=device.api.VK_SHADER_STAGE_COMPUTE_BIT,
-            size=_PUSH_BYTES,
-        )
-        self.layout = device.make(
-            "vkCreatePipelineLayout",
-            "VkPipelineLayoutCreateInfo",
-            pushConstantRangeCount=1,
-            pPushConstantRanges=push,
-        )
-        self._made: dict[KernelSpec, Any] = {}
-
-    def build(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> None:
-        """Make what is missing; see `SlangCompiler.build`."""
-        wanted = [s for s in dict.fromkeys(specs) if s not in self._made]
-        code = self._compiler.build(wanted, progress)
-        for spec in wanted:
-            self._made[spec] = self._make(code[spec])
-
-    def _make(self, code: bytes) -> Any:
-        vulkan, device = self._device.api, self._device
-        words = vulkan.ffi.new("uint32_t[]", len(code) // 4)
-        vulkan.ffi.memmove(words, code, len(code))
-        module = device.make(
-            "vkCreateShaderModule", "VkShaderModuleCreateInfo", codeSize=len(code), pCode=words
-        )
-        following = vulkan.ffi.NULL
-        if device.physical.varies_subgroups:
-            following = vulkan.struct(
-                "VkPipelineShaderStageRequiredSubgroupSizeCreateInfo",
-                requiredSubgroupSize=device.physical.subgroup_size,
-            )
-        stage = vulkan.struct(
-            "VkPipelineShaderStageCreateInfo",
-            pNext=following,
-            flags=vulkan.VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT,
-            stage=vulkan.VK_SHADER_STAGE_COMPUTE_BIT,
-            module=module,
-            pName="main",
-        )
-        info = vulkan.struct("VkComputePipelineCreateInfo", stage=stage[0], layout=self.layout)
-        out, null = vulkan.ffi.new("VkPipeline*"), vulkan.ffi.NULL
-        try:
-            vulkan.call("vkCreateComputePipelines", device.handle, null, 1, info, null, out)
-        finally:
-            device.destroy("vkDestroyShaderModule", module)
-        return out[0]
-
-    def record(self, commands: Any, ctx: int, dispatches: Iterable[Dispatch]) -> None:
-        """Write dispatches into a command buffer."""
-        vulkan = self._device.api
-        stage = vulkan.VK_SHADER_STAGE_COMPUTE_BIT
-        for dispatch in dispatches:
-            if dispatch.barrier:
-                self._device.barrier(commands)
-            self._check(dispatch)
-            pipeline = self._made[dispatch.kernel]
-            point = vulkan.VK_PIPELINE_BIND_POINT_COMPUTE
-            vulkan.call("vkCmdBindPipeline", commands, point, pipeline)
-            words = [ctx, *dispatch.args, *[0] * (MAX_ARGS - len(dispatch.args))]
-            data = vulkan.ffi.new("uint64_t[]", [word % 2**64 for word in words])
-            vulkan.call("vkCmdPushConstants", commands, self.layout, stage, 0, _PUSH_BYTES, data)
-            vulkan.call("vkCmdDispatch", commands, *dispatch.groups)
-
-    def _check(self, dispatch: Dispatch) -> None:
-        for groups, most in zip(dispatch.groups, self._device.physical.max_groups, strict=True):
-            if groups > most:
-                raise JitllmError(
-                    f"{dispatch.kernel.op} needs {groups} thread groups; "
-                    f"{self._device.physical.name} takes {most}"
-                )
-
-    def close(self) -> None:
-        """Destroy them."""
-        for pipeline in self._made.values():
-            self._device.destroy("vkDestroyPipeline", pipeline)
-        self._device.destroy("vkDestroyPipelineLayout", self.layout)
 
 
 def op_dispatches(op: Op, env: Any, bucket: Bucket) -> list[Dispatch]:
@@ -351,74 +256,3 @@ class VulkanProgram:
 def sizes(limit: int) -> list[int]:
     """Powers of two below a limit, and the limit."""
     return [*(1 << i for i in range(max(limit - 1, 0).bit_length())), limit]
-
-
-class StepLayout:
-    """Where the parts of a step's memory lie: context words, sampling records, then arrays."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.sizes = {
-            Ctx.SAMPLING: RECORD_BYTES * limits.outputs,
-            Ctx.TABLES: 8 * limits.rows,
-            Ctx.TOKENS: 4 * limits.tokens,
-            Ctx.POSITIONS: 4 * limits.tokens,
-            Ctx.ROW_OF: 4 * limits.tokens,
-            Ctx.OUTPUTS: 4 * limits.outputs,
-        }
-        end = 8 * Ctx.WORDS
-        self.offsets: dict[Ctx, int] = {}
-        for word, size in self.sizes.items():
-            self.offsets[word] = end
-            end += size
-        self.num_bytes = end
-
-
-class DeviceStep:
-    """What a step is described in: `StepMemory`'s words and arrays, here and on the device.
-
-    Fill the arrays, then `upload`. tables and the lists that records name are device addresses.
-    records: a sampling record for each output; `fetch_records` brings the results.
-    """
-
-    def __init__(self, layout: StepLayout, span: DeviceSpan, staging: Staging) -> None:
-        self._span, self._staging, self._layout = span, staging, layout
-        self._bytes = bytearray(layout.num_bytes)
-        view = memoryview(self._bytes)
-        self._ctx = view[: 8 * Ctx.WORDS].cast("q")
-        for word, offset in layout.offsets.items():
-            self._ctx[word] = span.address + offset
-        self._ctx[Ctx.ONE] = 1
-
-        def part(word: Ctx) -> memoryview:
-            start = layout.offsets[word]
-            return view[start : start + layout.sizes[word]]
-
-        self.records = part(Ctx.SAMPLING)
-        self.tables = part(Ctx.TABLES).cast("Q")
-        self.tokens, self.positions = part(Ctx.TOKENS).cast("i"), part(Ctx.POSITIONS).cast("i")
-        self.row_of, self.outputs = part(Ctx.ROW_OF).cast("i"), part(Ctx.OUTPUTS).cast("i")
-
-    @property
-    def address(self) -> int:
-        """Device address of the context."""
-        return self._span.address
-
-    def set(self, word: Ctx, value: int) -> None:
-        """Set a context word."""
-        self._ctx[word] = value
-
-    def set_counts(self, num_tokens: int, num_outputs: int) -> None:
-        """Set the counts of a step."""
-        self._ctx[Ctx.NUM_TOKENS] = num_tokens
-        self._ctx[Ctx.NUM_OUTPUTS] = num_outputs
-        self._ctx[Ctx.TOKEN_PANELS] = -(-num_tokens // PANEL_TOKENS)
-        self._ctx[Ctx.OUTPUT_PANELS] = -(-num_outputs // PANEL_TOKENS)
-
-    def upload(self) -> None:
-        """Bring it to the device, before whatever is submitted next."""
-        self._staging.upload([(self._span, memoryview(self._bytes))])
-
-    def fetch_records(self, num_outputs: int) -> None:
-        """The first records as the device has them; waits for all that was submitted."""
-        into = self.records[: RECORD_BYTES * num_outputs]
-        self._staging.download(self._span, into, self._layout.offsets[Ctx.SAMPLING])

@@ -1,0 +1,1 @@
+"""Vulkan devices: the API, devices, memory and programs, one file each."""
