@@ -89,9 +89,9 @@ class Directory:
 
     def see(self, up: Mapping[str, str]) -> None:
         """These nodes are up, names by id, and no others. Who comes back is not lost."""
-        for node_id, node in self._nodes.items():
-            if node_id not in up:
-                self._lost[node_id] = node.name
+        gone = {node_id: node.name for node_id, node in self._nodes.items() if node_id not in up}
+        lost = {**self._lost, **gone}.items()
+        self._lost = {node_id: name for node_id, name in lost if name not in up.values()}
         self._nodes = {
             node_id: NodeListed(name, node_id, node.host if node else None)
             for node_id, name in up.items()
@@ -115,11 +115,10 @@ class Directory:
         A cluster grows and shrinks, and nodes that nobody missed are no news.
         """
         used = {
-            device.node
+            device.node_id
             for model in self._models.values()
             if model.working
             for device in model.working.devices
         }
-        up = {node.name for node in self._nodes.values()}
-        self._lost = {id: name for id, name in self._lost.items() if name in used - up}
+        self._lost = {node_id: name for node_id, name in self._lost.items() if node_id in used}
         return Health(tuple(sorted(set(self._lost.values()))))

@@ -23,10 +23,12 @@ from actors.messages import (
     Health,
     Join,
     Listed,
+    Listing,
     ManagerMessage,
     ModelsRequest,
     ModelState,
     NodeListed,
+    NodeListing,
     NodesRequest,
     Publish,
     SchedulerStats,
@@ -140,9 +142,9 @@ class Manager(Actor):
         except Stopped as error:  # or it would seem to be the manager that has
             raise JitllmError(error.problem, "unload the model") from error
 
-    async def _models(self) -> tuple[Listed, ...]:
+    async def _models(self) -> Listing:
         await asyncio.gather(*map(self._ask, self._directory.models))
-        return self._directory.models
+        return Listing(self._directory.models)
 
     async def _ask(self, model: Listed) -> None:
         """How a model is by now; one that does not answer in time is as it was."""
@@ -173,10 +175,10 @@ class Manager(Actor):
         self._directory.see(await self._nodes.up())
         self._tell()
 
-    async def _hosts(self) -> tuple[NodeListed, ...]:
+    async def _hosts(self) -> NodeListing:
         await self._look()
         await asyncio.gather(*map(self._refresh, self._directory.nodes))
-        return self._directory.nodes
+        return NodeListing(self._directory.nodes)
 
     async def _refresh(self, node: NodeListed) -> None:
         """Ask a node what it offers; one that does not answer in time offers what it did."""

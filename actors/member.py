@@ -61,6 +61,10 @@ class Neighbourhood(Protocol):
         """The name of this node."""
         ...
 
+    def find(self, name: str) -> str:
+        """The id of a node; of this one if it has no name."""
+        ...
+
     def reach(self, name: str) -> Ref:
         """The ref of an actor of a model: "MODEL:ACTOR"."""
         ...
@@ -87,13 +91,20 @@ class Seat:
         fingerprint: Mapping[str, str | int],
     ) -> None:
         """Let others use the model. Refs are those of its own runtime."""
+
         around = self.member.neighbourhood
 
         def reach(ref: Ref) -> Ref:
             return around.reach(f"{self.name}:{ref.name}")
 
         devices = tuple(
-            Neighbour(name, site.node or around.here, reach(site.device), reach(site.pager))
+            Neighbour(
+                name,
+                site.node or around.here,
+                around.find(site.node),
+                reach(site.device),
+                reach(site.pager),
+            )
             for name, site in sites.items()
         )
         working = Working(reach(scheduler), devices, config, tuple(fingerprint.items()))
@@ -125,7 +136,7 @@ async def _models_of(manager: Ref) -> tuple[Listed, ...]:
         async with asyncio.timeout(CHANGE_S):
             while True:
                 try:
-                    return await manager.ask(ModelsRequest())
+                    return (await manager.ask(ModelsRequest())).models
                 except Stopped:
                     await asyncio.sleep(RETRY_S)
     return ()
@@ -136,6 +147,8 @@ class Member:
 
     def __init__(self, neighbourhood: Neighbourhood) -> None:
         self.neighbourhood = neighbourhood
+        self.node_id = neighbourhood.find("")
+        """Where we are."""
         self.name = f"{neighbourhood.here}:{os.getpid()}:{secrets.token_hex(2)}"
         """Of whom others see: its node, its process, and which one of that."""
         self.health = Health()
@@ -154,7 +167,7 @@ class Member:
         finally:
             del self._models[name]
             with suppress(JitllmError):  # the next manager does not hear of it
-                if self._is_in_reach:
+                if self.is_in_reach:
                     await self._ask(Withdraw(self.name, name))
 
     async def publish(self, model: Listed) -> None:
@@ -164,11 +177,11 @@ class Member:
 
     async def models(self) -> tuple[Listed, ...]:
         """Those of all members."""
-        return await self._ask(ModelsRequest())
+        return (await self._ask(ModelsRequest())).models
 
     async def nodes(self) -> tuple[NodeListed, ...]:
         """Those of the cluster, with what they offer."""
-        return await self._ask(NodesRequest())
+        return (await self._ask(NodesRequest())).nodes
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
         """Have a model refuse requests, or take them again; see `DrainModel`."""
@@ -218,13 +231,14 @@ class Member:
             ) from None
 
     @property
-    def _is_in_reach(self) -> bool:
+    def is_in_reach(self) -> bool:
+        """Whether there is a manager that knows us at the moment."""
         manager = self._manager
         return manager is not None and manager.done() and manager.exception() is None
 
     def _forget(self, manager: Ref) -> None:
         """It has ended: whoever asks waits for the next one."""
-        if self._manager is not None and self._is_in_reach and self._manager.result() is manager:
+        if self._manager is not None and self.is_in_reach and self._manager.result() is manager:
             self._manager = asyncio.get_running_loop().create_future()
 
     async def _stay(self) -> None:

@@ -167,8 +167,9 @@ class Place(Message[None]):
     """
 
     blocks: tuple[int, ...]
-    dense: bool
-    """Whether the dense region is needed here; otherwise its memory and its charge go."""
+    dense: bool | None = None
+    """Whether the dense region is needed here; otherwise its memory and its charge go. None: as
+    before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -726,10 +727,14 @@ SchedulerMessage = (
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A device of a model as others reach it: its name in placements, its node, its actors."""
+    """A device of a model as others reach it: its name in placements, its node, its actors.
+
+    node: as it was called when the model was opened: the names of nodes depend on each other.
+    """
 
     name: str
     node: str
+    node_id: str
     device: Ref
     pager: Ref
 
@@ -769,6 +774,20 @@ class NodeListed:
     name: str
     node_id: str
     host: HostReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Every model of the cluster, in the order of loading."""
+
+    models: tuple[Listed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeListing:
+    """Every node that is up."""
+
+    nodes: tuple[NodeListed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -827,13 +846,13 @@ class DrainModel(Message[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelsRequest(Message[tuple[Listed, ...]]):
-    """Every model of the cluster, in the order of loading, and where its blocks are by now."""
+class ModelsRequest(Message[Listing]):
+    """Say which models there are, and where their blocks are by now."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodesRequest(Message[tuple[NodeListed, ...]]):
-    """Every node of the cluster, and what it has to offer by now."""
+class NodesRequest(Message[NodeListing]):
+    """Say which nodes there are, and what they have to offer by now."""
 
 
 ManagerMessage = Join | Claim | Publish | Withdraw | DrainModel | ModelsRequest | NodesRequest

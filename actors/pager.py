@@ -255,7 +255,8 @@ class Pager(Actor):
         # Nobody waits for these: who places may be who holds them.
         if kept := [granted for granted in self._standing() if self._is_in_the_way(granted.lease)]:
             self.context.begin(self._recall(kept), "recall")
-        return self._place_dense(is_needed=message.dense)
+        is_needed = self._needs_dense if message.dense is None else message.dense
+        return self._place_dense(is_needed=is_needed)
 
     def _is_in_the_way(self, lease: Lease) -> bool:
         """Whether what is placed wants a standing lease back."""

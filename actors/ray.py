@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import transport
@@ -52,6 +52,9 @@ _MAX_CALLS = 10_000
 """Calls through Ray that an actor holds at once: everyone who waits for an answer holds one."""
 _MAX_UNANSWERED = 256
 """Messages through Ray that are not in their mailbox yet, before their sender waits."""
+
+_GONE = (RayActorError, ActorUnschedulableError)
+"""What Ray raises when an actor is dead, or the node is on which it would begin again."""
 
 _GOES_ON = (Kind.PART, Kind.PONG)
 """Frames after which more may answer the same question."""
@@ -151,6 +154,10 @@ class RayRuntime:
             raise KeyError(name)
         return self._neighbours.ref(name)
 
+    def find(self, name: str) -> str:
+        """See `actors.member.Neighbourhood`."""
+        return self._cluster.find(name)
+
     def reach(self, name: str) -> Ref:
         """The ref of an actor that any process of the cluster started, or will start."""
         return self._neighbours.ref(name)
@@ -175,7 +182,7 @@ class RayRuntime:
             if self._cluster.is_there():
                 async with asyncio.timeout(transport.DEADLINE_S):
                     await handle.stop.remote()
-        except (RayActorError, TimeoutError) as error:
+        except (*_GONE, TimeoutError) as error:
             _log.warning("%s did not stop by itself: %s", name, type(error).__name__)
         finally:
             self._kill(name, handle)
@@ -352,7 +359,7 @@ async def _where(handle: Any, name: str, carrier: Carrier) -> Where:
     """Where an actor lives, once it is ready. Raises why it is not, `Stopped` if it is dead."""
     try:
         where: Where | bytes = await handle.where.remote()
-    except RayActorError as error:
+    except _GONE as error:
         raise Stopped(name) from error
     if isinstance(where, bytes):
         raise carrier.load(where)

@@ -122,10 +122,8 @@ class Route:
 
     async def _bury(self, dead: str, error: Stopped) -> None:
         """Give the blocks of a device that is no more to who is next to them on the route."""
-        if len(self.sites) == 1:
-            raise error
-        site = self.sites.pop(dead)
-        self.lost += (dead,)
+        site = self.sites[dead]
+        self._give_up(dead, error)
         owners = [*self._placement.blocks, self._placement.head]
         for index, owner in enumerate(owners):
             if owner == dead:
@@ -134,7 +132,7 @@ class Route:
         self.placement = replace(self._placement, blocks=tuple(owners[:-1]), head=owners[-1])
         with suppress(Stopped):  # what the dead held goes, and what it would compute with
             await site.pager.ask(Forget(site.device))
-            await site.pager.ask(Place((), dense=False))
+            await site.pager.ask(Place(()))  # others may read its dense region
 
     async def open(self, opening: Open) -> Opened | Refused:
         """Give a sequence a seat at every device; how many positions all of them have of it."""
@@ -187,9 +185,16 @@ class Route:
                 await self._device(name).ask(Own((), self._placement.epoch))
             except Lost:  # its successor does not know what its pager serves
                 continue
-            except Stopped:  # and all it had is gone
-                pass
+            except Stopped as error:  # and all it had is gone
+                self._give_up(name, error)
             return
+
+    def _give_up(self, name: str, error: Stopped) -> None:
+        """Know a device no more; raises `error` if it is the last one."""
+        if len(self.sites) == 1:
+            raise error
+        del self.sites[name]
+        self.lost += (name,)
 
     async def steps(self, step_id: int, spans: tuple[Span, ...]) -> AsyncGenerator[StepDone, None]:
         """A forward pass, and the same again with the tokens that it sampled, until there is a
@@ -249,21 +254,32 @@ class Route:
         num_bytes = self._budget_bytes
         nodes = {site.node for site in self.sites.values()}
         for node in nodes:
-            names = [name for name, site in self.sites.items() if site.node == node]
-            pagers = [self.sites[name].pager for name in names]
+            pagers = {name: s.pager for name, s in self.sites.items() if s.node == node}
             if len(pagers) == 1:
-                await pagers[0].ask(SetBudget(num_bytes))
+                await next(iter(pagers.values())).ask(SetBudget(num_bytes))
                 continue
-            stats: list[PagerStats] = [await pager.ask(PagerStatsRequest()) for pager in pagers]
+            known = [(name, await self._stats(name, pager)) for name, pager in pagers.items()]
+            stats = {name: s for name, s in known if s is not None}
             needs = [
                 Need(name, s.fixed_bytes, s.placed_bytes + extra.get(name, 0))
-                for name, s in zip(names, stats, strict=True)
+                for name, s in stats.items()
             ]
-            shares = divide_budget(num_bytes, needs)
+            shares = dict(zip(stats, divide_budget(num_bytes, needs), strict=True))
             # Who gets less goes first, so that no more than all of it is taken at any time.
-            order = sorted(range(len(pagers)), key=lambda i: shares[i] - stats[i].budget_bytes)
-            for i in order:
-                await pagers[i].ask(SetBudget(shares[i]))
+            for name in sorted(stats, key=lambda name: shares[name] - stats[name].budget_bytes):
+                await pagers[name].ask(SetBudget(shares[name]))
+
+    async def _stats(self, name: str, pager: Ref) -> PagerStats | None:
+        """What a pager holds; None if it will not come back, and nothing needs it."""
+        try:
+            stats: PagerStats = await pager.ask(PagerStatsRequest())
+        except Stopped as error:
+            if isinstance(error, Lost) or name in self._placement.devices:
+                raise
+            if name in self.sites:
+                self._give_up(name, error)
+            return None
+        return stats
 
     def _device(self, name: str) -> Ref:
         return self.sites[name].device

@@ -212,6 +212,8 @@ class Scheduler(Actor):
                 return self.context.later(self._rebudget(message.num_bytes), "divide the budget")
             case Drain():
                 self._is_draining = message.is_draining
+                if self._is_draining:  # what is parked could never end
+                    self._resume(list(self._held))
                 return None
             case SchedulerStatsRequest():
                 return self._statistics()
@@ -346,6 +348,8 @@ class Scheduler(Actor):
         return found
 
     async def _park_all(self, message: Park) -> Sessions:
+        if self._is_draining:
+            raise Draining()
         self._named(message.name)
         async with self.between_steps():
             for sequence in self._named(message.name):
@@ -357,13 +361,17 @@ class Scheduler(Actor):
         return self._states(message.name)
 
     def _resume_all(self, name: str) -> Sessions:
-        for sequence in self._named(name):
+        self._resume(self._named(name))
+        return self._states(name)
+
+    def _resume(self, sequences: Iterable[Sequence]) -> None:
+        """Those of them that are parked wait for their turn from now on."""
+        for sequence in sequences:
             if sequence in self._held:
                 self._held.remove(sequence)
                 sequence.queued_s = time.perf_counter()
                 self._waiting.append(sequence)
         self._interrupt()
-        return self._states(name)
 
     async def _park(
         self, sequence: Sequence, to: ParkedIn, queue: list[Sequence], *, is_slice: bool = False
@@ -562,6 +570,9 @@ class Scheduler(Actor):
                 began_s, num_replies, num_prompt = now_s, len(spans), 0
                 spans = following(spans, done.results)
         except Stopped as error:
+            for reply, last in ended:  # before it died
+                self._running.remove(reply.sequence)
+                self._push(reply, last)
             await self._recover(error)
             return
         except Exception as error:

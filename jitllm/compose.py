@@ -23,7 +23,9 @@ from actors.client import Client
 from actors.local import Runtime
 from actors.member import Member as Member
 from actors.member import Seat, lookup
-from actors.messages import DeviceStatsRequest, NodeListed
+from actors.messages import DeviceStatsRequest
+from actors.messages import Listed as Listed
+from actors.messages import NodeListed as NodeListed
 from actors.recipes import DeviceRecipe, PagerRecipe, SchedulerRecipe
 from actors.route import Site
 from jitllm.config import EngineConfig, Probe, ResolvedConfig, resolve
@@ -239,7 +241,8 @@ async def open_engine(
             seat = await stack.enter_async_context(_seat(ray, member, name, path))
             runtime = await stack.enter_async_context(_on_ray(ray, seat.name))
             if any(entry.node or entry.backend == "all" for entry in parse_devices(config.devices)):
-                nodes = await seat.member.nodes()
+                own_id, nodes = seat.member.node_id, await seat.member.nodes()
+                nodes = [node for node in nodes if node.node_id != own_id]
         chosen, shares = _devices(config, nodes, runtime.here)
         sites: dict[str, Site] = {}
         dense: dict[str, Ref] = {}
@@ -369,11 +372,11 @@ def _devices(
 ) -> tuple[tuple[AvailableDevice, ...], tuple[CpuShare, ...]]:
     """The devices that were asked for, and the threads of each.
 
-    nodes: those of a cluster that devices may be on, besides `here`. Raises `UsageError` or
-    `PlacementError` for a device that there is not.
+    nodes: those of a cluster that devices may be on, besides this one. here: its name. Raises
+    `UsageError` or `PlacementError` for a device that there is not.
     """
     own = HostReport(config.threads, numa_nodes(cpu_mask()), host_devices(config.threads))
-    hosts = {"": own} | {n.name: n.host for n in nodes if n.host and n.name != here}
+    hosts = {"": own} | {node.name: node.host for node in nodes if node.host}
     available = [replace(d, node=node) for node, host in hosts.items() for d in host.devices]
     chosen, _ = choose_devices(parse_devices(config.devices), available, here)
     devices = tuple(one.device for one in chosen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fastapi import APIRouter, FastAPI, Request
 
 from jitllm import __version__
-from jitllm.api import chat, completions, control, errors, health, placement
+from jitllm.api import chat, completions, control, errors, health, parking, placement
 from jitllm.api.edge import Edge
 from jitllm.api.models import Models, Served
 from jitllm.api.openapi import REPLIES
@@ -34,7 +34,7 @@ def create_app(models: Models, limits: Limits | None = None) -> FastAPI:
     app.add_middleware(Edge, limits=limits)
     # What is below a model comes before the model: its name may have slashes.
     below = (placement.router, control.router)
-    for part in (router, chat.router, completions.router, *below, health.router):
+    for part in (router, chat.router, completions.router, *below, parking.router, health.router):
         app.include_router(part)
     return app
 

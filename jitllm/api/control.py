@@ -19,12 +19,11 @@ from jitllm.api.errors import ApiError, bad_request
 from jitllm.api.health import snapshot
 from jitllm.api.models import Load, Served
 from jitllm.api.openapi import REPLIES
+from jitllm.api.parking import described
 from jitllm.api.placement import size_of
 from jitllm.api.schema import DrainRequest, LoadRequest
 from jitllm.api.service import Service, service_of
-from jitllm.api.sessions import Session
 from jitllm.engine import EngineStats
-from jitllm.errors import JitllmError
 from jitllm.units import counted
 
 router = APIRouter(prefix="/jitllm/v1", tags=["control"], responses=REPLIES)
@@ -108,14 +107,14 @@ async def drain_model(model_id: str, body: DrainRequest, request: Request) -> Pl
     Those under way go on. It may be one that another server of the cluster has.
     """
     service = service_of(request)
-    served = service.models.get(model_id)
-    if served is not None:
-        await served.engine.drain(is_draining=body.draining)
-    elif any(model["id"] == model_id for model in await service.models.cluster()):
+    elsewhere = {m["id"] for m in await service.models.cluster() if not m["is_here"]}
+    if model_id in elsewhere:  # an alias of one that is here comes second
         await service.models.drain(model_id, body.draining)
     else:
-        service.served(model_id)  # says that there is none
-    return {"id": served.id if served else model_id, "draining": body.draining}
+        served = service.served(model_id)
+        await served.engine.drain(is_draining=body.draining)
+        model_id = served.id
+    return {"id": model_id, "draining": body.draining}
 
 
 @router.get("/sessions")
@@ -123,19 +122,21 @@ async def list_sessions(request: Request, model: str | None = None) -> Plain:
     """Requests under way, the oldest first."""
     service = service_of(request)
     model_id = None if model is None else service.served(model).id
-    return {"sessions": [session.describe() for session in service.sessions.list(model_id)]}
+    return {"sessions": await described(service, service.sessions.list(model_id))}
 
 
 @router.get("/sessions/{name}")
 async def get_session(name: str, request: Request) -> Plain:
     """One request, by the id of its reply or its x-request-id."""
-    return _session(service_of(request), name).describe()
+    service = service_of(request)
+    [found] = await described(service, [service.named(name)])
+    return found
 
 
 @router.post("/sessions/{name}/cancel")
 async def cancel_session(name: str, request: Request) -> Plain:
     """End a request; its client gets what there is."""
-    session = _session(service_of(request), name)
+    session = service_of(request).named(name)
     session.cancel()
     return {"id": session.id, "cancelled": True}
 
@@ -173,22 +174,16 @@ async def _end_all(service: Service, served: Served) -> None:
 
 async def _is_used_otherwise(served: Served) -> bool:
     """Whether requests are under way that did not come through this server."""
-    with contextlib.suppress(TimeoutError, JitllmError):  # dead: nobody uses it
+    is_used = False
+    with contextlib.suppress(Exception):  # dead or stuck: nobody gets anything of it
         async with asyncio.timeout(_IDLE_TIMEOUT_S):
-            while True:  # the last of ours may have a step to go
+            while True:
                 stats = await served.engine.stats()
-                if not stats.running + stats.waiting:
-                    return False
-                await asyncio.sleep(_IDLE_TIMEOUT_S / 20)
-        return True
-    return False
-
-
-def _session(service: Service, name: str) -> Session:
-    session = service.sessions.get(name)
-    if session is None:
-        raise ApiError(404, f"there is no request {name[:200]!r} under way", "session")
-    return session
+                is_used = stats.running + stats.waiting + stats.parked > 0
+                if not is_used:
+                    break
+                await asyncio.sleep(_IDLE_TIMEOUT_S / 20)  # the last of ours may have a step to go
+    return is_used
 
 
 def _model(service: Service, served: Served) -> Plain:

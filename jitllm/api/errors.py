@@ -19,12 +19,14 @@ from starlette.exceptions import HTTPException
 from jitllm.errors import (
     BadContainer,
     ContextOverflow,
+    DiskFull,
     Draining,
     JitllmError,
     NotConverted,
     OverBudget,
     PlacementError,
     QueueFull,
+    UnknownSession,
     UnsupportedModel,
     UsageError,
 )
@@ -112,6 +114,10 @@ def explained(error: BaseException, param: str | None = None) -> ApiError:
             return ApiError(503, str(error), None, "over_budget", {"Retry-After": "1"})
         case PlacementError():
             return ApiError(409, str(error), param, "placement")
+        case UnknownSession():
+            return ApiError(404, str(error), "session")
+        case DiskFull():
+            return ApiError(507, str(error), None, "disk_full")
         case UsageError():
             return bad_request(str(error), param)
         case BadContainer() | NotConverted() | UnsupportedModel():

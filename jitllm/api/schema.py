@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jitllm.config import KvType
-from jitllm.engine import MAX_TOP_LOGPROBS, Priority, Sampling
+from jitllm.engine import MAX_TOP_LOGPROBS, ParkedIn, Priority, Sampling
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
@@ -298,6 +298,12 @@ class PlaceRequest(Body):
         if self.strict is not None and self.placement is None:
             raise ValueError("strict is about a placement; leave it out")
         return self
+
+
+class ParkRequest(Body):
+    """POST /jitllm/v1/sessions/{id}/park: where keys and values wait; on disk if nobody says."""
+
+    to: ParkedIn | None = None
 
 
 class LoadRequest(Body):

@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -18,6 +18,7 @@ from jitllm.api.errors import ApiError, unknown_model
 from jitllm.api.metrics import Counts
 from jitllm.api.models import Models, Served
 from jitllm.api.sessions import Session, Sessions
+from jitllm.engine import SequenceState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,27 @@ class Service:
         ) as session:
             yield Serving(served, session, model_id, int(time.time()))
 
+    def named(self, name: str) -> Session:
+        """The session of a reply's id or a request id. Raises ApiError if there is none."""
+        session = self.sessions.get(name)
+        if session is None:
+            raise ApiError(404, f"there is no request {name[:200]!r} under way", "session")
+        return session
+
+    async def begin_drain(self) -> None:
+        """Take no more requests, and let those that are parked go on, so that they can end."""
+        self.is_draining = True
+        for served in self.models.list():
+            with suppress(Exception):  # dead, closing or stuck
+                async with asyncio.timeout(self.limits.stats_timeout_s):
+                    states = await served.engine.sessions()
+                    parked = [state for state in states if state.state is SequenceState.PARKED]
+                    for name in {state.name for state in parked}:
+                        await served.engine.resume(name)
+
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and wait for those under way; False if some are left then."""
-        self.is_draining = True
+        await self.begin_drain()
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self.sessions):

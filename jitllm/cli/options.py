@@ -175,6 +175,24 @@ _ENGINE_FLAGS = (
         help="Most blocks that go to GPUs; -1: all that fit.",
     ),
     _flag(
+        "fairness",
+        int | None,
+        None,
+        "-fairness",
+        metavar="N",
+        help="Time slices when there is no room for the keys and values of all requests: 0 serves "
+        "who came first to the end, 1 to 100 have ever shorter slices; default: 50 for a server, "
+        "else 0.",
+    ),
+    _flag(
+        "kv_cache",
+        str | None,
+        None,
+        "-kv-cache",
+        metavar="DIR",
+        help="Where keys and values of requests that are parked go; default: the user's cache.",
+    ),
+    _flag(
         "no_fallback",
         bool,
         False,
@@ -322,6 +340,8 @@ def _config(
     placement: str | None,
     placement_strict: bool,
     gpu_layers: int,
+    fairness: int | None,
+    kv_cache: str | None,
     no_fallback: bool,
     move_share: int,
     kv_type: Any,
@@ -341,6 +361,8 @@ def _config(
         placement=placement,
         placement_strict=placement_strict,
         gpu_layers=gpu_layers,
+        fairness=fairness,
+        kv_cache=kv_cache,
         fallback=not no_fallback,
         move_share=_within(move_share, 1, 99, "-move-share") / 100,
         kv_type=kv_type,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, overload
 
-from jitllm.engine import EngineStats, Finish, Moved, Pages, Priority, Sampling, Usage
+from jitllm.engine import EngineStats, Finish, Moved, Pages, ParkedIn, Priority, Sampling, Usage
 from jitllm.errors import UsageError, shown
 from jitllm.schedule.placement_map import Selection, parse_blocks, parse_map
 from jitllm.units import parse_size
@@ -202,6 +202,18 @@ class Handle(ABC):
     async def cancel(self, id: str) -> None:
         """End the reply of that id: its stream gets what there is. Raises JitllmError when there
         is none."""
+
+    @abstractmethod
+    async def park(self, id: str, to: ParkedIn = "disk") -> None:
+        """Let the reply of that id wait until it is resumed; its keys and values leave the devices.
+
+        Answered once they are on disk, or in the memory of the host. Its stream pauses. Raises
+        JitllmError when there is no such reply, and for what hinders it; then it goes on.
+        """
+
+    @abstractmethod
+    async def resume(self, id: str) -> None:
+        """Let the reply of that id go on when it is its turn; nothing is computed again."""
 
     @abstractmethod
     async def close(self) -> None:

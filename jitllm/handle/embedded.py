@@ -20,7 +20,7 @@ from jitllm.api.models import Served
 from jitllm.api.sessions import Session, Sessions
 from jitllm.compose import Loaded
 from jitllm.config import EngineConfig
-from jitllm.engine import EngineStats, Moved, Pages, Request
+from jitllm.engine import EngineStats, Moved, Pages, ParkedIn, Request
 from jitllm.errors import JitllmError, UsageError
 from jitllm.handle.base import (
     Asked,
@@ -113,6 +113,14 @@ class EmbeddedHandle(Handle):
         if session is None:
             raise JitllmError(f"there is no request {id[:200]!r} under way")
         session.cancel()
+
+    async def park(self, id: str, to: ParkedIn = "disk") -> None:
+        """See `Handle.park`."""
+        await self.loaded.engine.park(id, to)
+
+    async def resume(self, id: str) -> None:
+        """See `Handle.resume`."""
+        await self.loaded.engine.resume(id)
 
     async def close(self) -> None:
         """See `Handle.close`."""

@@ -10,7 +10,17 @@ from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Unpack
 
-from jitllm.engine import DeviceUse, EngineStats, Finish, Moved, MoveTotals, Pages, Usage
+from jitllm.engine import (
+    DeviceUse,
+    EngineStats,
+    Finish,
+    Moved,
+    MoveTotals,
+    Pages,
+    ParkedIn,
+    ParkTotals,
+    Usage,
+)
 from jitllm.errors import JitllmError, UsageError
 from jitllm.handle.base import Asked, Handle, Prompt, Settings, TextDelta, kind_of
 from jitllm.remote import Server, at
@@ -87,6 +97,14 @@ class HttpHandle(Handle):
         """See `Handle.cancel`."""
         await self._server.post(at("sessions", id, "cancel"))
 
+    async def park(self, id: str, to: ParkedIn = "disk") -> None:
+        """See `Handle.park`."""
+        await self._server.post(at("sessions", id, "park"), {"to": to})
+
+    async def resume(self, id: str) -> None:
+        """See `Handle.resume`."""
+        await self._server.post(at("sessions", id, "resume"))
+
     async def close(self) -> None:
         """See `Handle.close`."""
 
@@ -159,6 +177,7 @@ def _stats(found: dict[str, Any]) -> EngineStats:
         "devices": lambda uses: tuple(DeviceUse(**_known(DeviceUse, use)) for use in uses),
         "declines": lambda declines: tuple(Decline(**_known(Decline, d)) for d in declines),
         "move_totals": lambda totals: MoveTotals(**_known(MoveTotals, totals)),
+        "park_totals": lambda totals: ParkTotals(**_known(ParkTotals, totals)),
         "last_move": lambda moved: moved and _moved(moved),
         "lost": tuple,
     }

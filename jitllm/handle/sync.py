@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
-from jitllm.engine import EngineStats, Moved, Pages
+from jitllm.engine import EngineStats, Moved, Pages, ParkedIn
 from jitllm.handle.base import (
     Blocks,
     Completion,
@@ -78,6 +78,14 @@ class SyncHandle:
     def cancel(self, id: str) -> None:
         """See `Handle.cancel`."""
         self._run(self._handle.cancel(id))
+
+    def park(self, id: str, to: ParkedIn = "disk") -> None:
+        """See `Handle.park`; between two deltas of a stream, as nothing moves meanwhile."""
+        self._run(self._handle.park(id, to))
+
+    def resume(self, id: str) -> None:
+        """See `Handle.resume`."""
+        self._run(self._handle.resume(id))
 
     def close(self) -> None:
         """See `Handle.close`."""

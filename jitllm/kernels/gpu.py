@@ -1,4 +1,4 @@
-"""What ops are written in for GPUs: dispatches, and what a device tells its kernels.
+"""What ops are written in for GPUs: launches, and what a device tells its kernels.
 
 `kernels/<op>/gpu.slang` computes an op on every kind of GPU; `kernels/<op>/gpu.py` says how it is
 launched. Memory is named by 64-bit device addresses, as on the CPU. Knows no API and no driver.
@@ -43,7 +43,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatch:
+class GpuLaunch:
     """One kernel call: a grid of thread groups.
 
     kernel: the folder under `kernels/` and what `gpu.slang` is compiled with: a parameter `rows`

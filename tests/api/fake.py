@@ -24,11 +24,21 @@ from jitllm.engine import (
     MoveTotals,
     Outputs,
     Pages,
+    ParkedIn,
     Request,
+    SequenceState,
+    SessionState,
     TopLogprobs,
     Usage,
 )
-from jitllm.errors import ContextOverflow, JitllmError, QueueFull, UsageError
+from jitllm.errors import (
+    ContextOverflow,
+    Draining,
+    JitllmError,
+    QueueFull,
+    UnknownSession,
+    UsageError,
+)
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.placement_map import attached, parse_map
 from jitllm.text.chat import ChatTemplate
@@ -90,6 +100,8 @@ class FakeEngine:
     num_cancelled: int = 0
     steps: int = 0
     budget_bytes: int = 64 << 20
+    states: list[SessionState] = field(default_factory=list)
+    park_error: Exception | None = None
     is_closed: bool = False
     is_dead: bool = False
     placement: Placement = field(default_factory=lambda: Placement.all_on("cpu:0", 4))
@@ -99,8 +111,14 @@ class FakeEngine:
     lost: tuple[str, ...] = ()
     move_gate: asyncio.Event | None = None
     move_waiting: bool = False
+    is_draining: bool = False
+
+    async def drain(self, *, is_draining: bool = True) -> None:
+        self.is_draining = is_draining
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        if self.is_draining:
+            raise Draining()
         if len(request.prompt) > self.context_tokens:
             raise ContextOverflow(len(request.prompt), self.context_tokens)
         if self.running >= self.max_queue:
@@ -108,6 +126,8 @@ class FakeEngine:
         self.requests.append(request)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        state = SessionState(request.name, SequenceState.RUNNING, len(request.prompt), 0, 1 << 20)
+        self.states.append(state)
         is_finished = False
         try:
             for number, delta in enumerate(self._deltas(request)):
@@ -119,6 +139,7 @@ class FakeEngine:
                 yield delta
         finally:
             self.running -= 1
+            self.states.remove(next(s for s in self.states if s.name == request.name))
             self.num_cancelled += not is_finished
 
     def reply(self, request: Request) -> tuple[list[int], Finish]:
@@ -242,6 +263,31 @@ class FakeEngine:
             rounds=2,
             tokens_meanwhile=7,
         )
+
+    async def park(self, name: str, to: ParkedIn = "disk") -> tuple[SessionState, ...]:
+        return self._parked(name, to)
+
+    async def resume(self, name: str) -> tuple[SessionState, ...]:
+        return self._parked(name, None)
+
+    def _parked(self, name: str, to: ParkedIn | None) -> tuple[SessionState, ...]:
+        if self.park_error is not None:
+            raise self.park_error
+        if not any(state.name == name for state in self.states):
+            raise UnknownSession(name)
+        for at, state in enumerate(self.states):
+            if state.name == name and to is not None:
+                self.states[at] = replace(
+                    state, state=SequenceState.PARKED, parked_in=to, parked_bytes=state.kv_bytes
+                )
+            elif state.name == name:
+                self.states[at] = replace(
+                    state, state=SequenceState.WAITING, parked_in="", parked_bytes=0
+                )
+        return tuple(state for state in self.states if state.name == name)
+
+    async def sessions(self) -> tuple[SessionState, ...]:
+        return tuple(self.states)
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         self.budget_bytes = budget_bytes

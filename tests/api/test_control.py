@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from jitllm.api import control
 from jitllm.api.health import Pulse
 from tests.api.conftest import Caller, until
 from tests.api.fake import FakeEngine, FakeModels, served
@@ -79,6 +81,58 @@ async def test_a_model_in_use_is_not_unloaded(
     await task
     assert request.messages[0]["status"] == 200
     assert engine.is_closed
+
+
+async def test_a_model_that_others_use_is_not_unloaded(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_IDLE_TIMEOUT_S", 0.05)
+    engine.running = 1  # of nobody who came through this server
+    refused = await client.delete(f"{API}/models/fake")
+    assert refused.status_code == 409
+    assert "in use by other programs; drain it" in refused.json()["error"]["message"]
+    assert not engine.is_closed
+    unloading = asyncio.create_task(client.delete(f"{API}/models/fake"))
+    await asyncio.sleep(0)
+    engine.running = 0
+    assert (await unloading).status_code == 200
+    assert engine.is_closed
+
+
+async def test_a_dead_model_is_unloaded(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.is_dead = True
+    assert (await client.delete(f"{API}/models/fake")).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["fake", "also"])
+async def test_a_model_that_drains_takes_no_more_requests(
+    client: httpx.AsyncClient, models: FakeModels, engine: FakeEngine, name: str
+) -> None:
+    models.loaded["fake"] = replace(models.loaded["fake"], aliases=("also",))
+    drained = await client.post(f"{API}/models/{name}/drain", json={})
+    assert drained.json() == {"id": "fake", "draining": True}
+    for stream in (False, True):
+        refused = await client.post("/v1/completions", json=TEXT | {"stream": stream})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert int(refused.headers["retry-after"]) > 0
+    again = await client.post(f"{API}/models/{name}/drain", json={"draining": False})
+    assert again.json() == {"id": "fake", "draining": False}
+    assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
+    assert (await client.post(f"{API}/models/no/drain", json={})).status_code == 404
+
+
+async def test_a_model_elsewhere_in_the_cluster_is_listed_and_drains_before_an_alias(
+    client: httpx.AsyncClient, models: FakeModels, engine: FakeEngine
+) -> None:
+    assert (await client.get(f"{API}/models")).json()["cluster"] == []
+    models.elsewhere["theirs"] = False
+    models.loaded["fake"] = replace(models.loaded["fake"], aliases=("theirs",))
+    [listed] = (await client.get(f"{API}/models")).json()["cluster"]
+    assert (listed["id"], listed["is_here"]) == ("theirs", False)
+    assert (await client.post(f"{API}/models/theirs/drain", json={})).status_code == 200
+    assert models.elsewhere == {"theirs": True}
+    assert not engine.is_draining
 
 
 async def test_a_budget_is_changed_live(client: httpx.AsyncClient, engine: FakeEngine) -> None:

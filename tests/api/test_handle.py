@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,28 @@ async def test_a_reply_is_cancelled_by_its_name(model: Handle) -> None:
         await model.cancel("mine")
 
 
+@pytest.mark.parametrize("to", ["disk", "memory"])
+async def test_a_reply_is_parked_and_resumed_by_its_name(model: Handle, to: Any) -> None:
+    whole = (await model.complete("the in an", ignore_eos=True)).tokens
+    before = (await model.stats()).park_totals
+    got: list[int] = []
+    is_parked = False
+    async with aclosing(model.generate("the in an", ignore_eos=True, id="mine")) as deltas:
+        async for delta in deltas:
+            if not got and delta.tokens:
+                with suppress(JitllmError):  # it may have been faster
+                    await model.park("mine", to)
+                    is_parked = (await model.stats()).parked == 1
+                    await model.resume("mine")
+            got += delta.tokens
+    assert tuple(got) == whole
+    after = (await model.stats()).park_totals
+    assert (after.parks - before.parks, after.resumes - before.resumes) == (is_parked, is_parked)
+    for verb in (model.park, model.resume):
+        with pytest.raises(JitllmError, match="no request 'mine'"):
+            await verb("mine")
+
+
 async def test_who_reads_no_more_keeps_no_reply_running(model: Handle) -> None:
     async with aclosing(model.generate("the in an", ignore_eos=True)) as deltas:
         await anext(deltas)
@@ -235,7 +257,8 @@ async def test_an_address_says_what_kind_it_is(container: Path, server: Server) 
     for bad in (
         lambda: jitllm.connect(container, api_key="x"),
         lambda: jitllm.connect(container, model="m"),
-        lambda: jitllm.connect("ray:auto"),
+        lambda: jitllm.connect("ray:auto", maxmem="1G"),
+        lambda: jitllm.connect("ray:auto", model="a name", config=EngineConfig()),
         lambda: jitllm.connect(server.url, maxmem="1G"),
         lambda: jitllm.connect(server.url, config=EngineConfig()),
     ):

@@ -305,6 +305,32 @@ def test_a_request_is_cancelled_by_name(jitllmd: Jitllmd, client: OpenAI) -> Non
     assert "under way" in jitllmd("sessions", "endless", code=1)
 
 
+@pytest.mark.usefixtures("slow_replies")
+def test_a_request_is_parked_and_resumed_by_name(jitllmd: Jitllmd, client: OpenAI) -> None:
+    stream = complete(
+        client,
+        max_tokens=100_000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        extra_headers={"x-request-id": "patient"},
+    )
+    chunks = iter(stream)
+    next(chunks)
+    for where in ("disk", "memory"):
+        assert "parked" in jitllmd("sessions", "-park", "patient", "-to", where)
+        parked = jitllmd("sessions", "-park", "patient", "-json")  # it stays where it is
+        assert (parked["state"], parked["parked_in"]) == ("parked", where)
+        assert parked["parked_bytes"] == parked["kv_bytes"] > 0
+        assert jitllmd("sessions", "patient", "-json")["state"] == "parked"
+        assert jitllmd("stats", "-json")["models"][0]["kv_bytes"] == 0
+        assert jitllmd("sessions", "-resume", "patient", "-json")["state"] == "running"
+        while jitllmd("sessions", "patient", "-json")["parked_bytes"]:
+            pass
+    jitllmd("sessions", "-cancel", "patient")
+    *_, last = chunks
+    assert last.choices[0].finish_reason in ("stop", "length")
+
+
 def test_a_signal_lets_replies_end(tmp_path: Path, container: Path) -> None:
     with running(tmp_path, "-load", container, "-id", MODEL, "-threads", "1") as server:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

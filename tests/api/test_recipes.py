@@ -93,6 +93,8 @@ def test_a_block_runs(
     if server.said["ray"]:
         text = text.replace(CLUSTER, server.said["ray"]["address"])
     text = re.sub(r"^(jitllmd .*?)( &)?$", rf"\1 -addr {server.url}\2", text, flags=re.MULTILINE)
+    # As the recipe of a cluster says; elsewhere it means nothing.
+    token = {"RAY_AUTH_MODE": "token"} if server.said["ray"] else {}
     program = [sys.executable, "-"] if kind == "python" else ["bash", "-eu"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -102,7 +104,7 @@ def test_a_block_runs(
         text=True,
         timeout=120,
         cwd=folder,
-        env={**os.environ, "PATH": path, "NO_PROXY": "*"},
+        env={**os.environ, **token, "PATH": path, "NO_PROXY": "*"},
         check=False,
     )
     assert done.returncode == 0, done.stderr

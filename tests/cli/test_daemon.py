@@ -55,6 +55,11 @@ def test_every_verb_explains_itself(verb: str, capsys: Capture) -> None:
         (["serve", "-addr", "127.0.0.1:99999"], "has no port"),
         (["models", "a", "-unload", "b"], "give one of them"),
         (["sessions", "a", "-cancel", "b"], "give one of them"),
+        (["sessions", "-park", "a", "-resume", "a"], "-park and -resume are different things"),
+        (["sessions", "a", "-resume", "b"], "give one of them"),
+        (["sessions", "-park", "a", "-to", "tape"], "choose disk or memory"),
+        (["sessions", "-to", "disk"], "-to is about a -park"),
+        (["serve", "-fairness", "101"], "-fairness 101 is too large; the most is 100"),
         (["place", "-model", "a", "-maxmem", "much"], "-maxmem 'much' is not a size"),
         (["stats", "-interval", "10"], "the least is 250"),
         (["stats", "-addr", "ftp://x"], "is no address"),
@@ -101,7 +106,7 @@ def test_devices_say_why_they_were_not_taken(
 ) -> None:
     monkeypatch.setattr("jitllm.memory.host.numa_nodes", lambda mask, root: ())
     shelf = Shelf(EngineConfig(devices=devices, threads=3), lambda: nullcontext(print))
-    found = {"devices": shelf.devices()}
+    found = {"devices": asyncio.run(shelf.devices())}
     monkeypatch.setattr("jitllm.cli.daemon.devices.Server.get", lambda server, path: found)
     assert main(["devices"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
@@ -192,10 +197,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[FakeEngine]]:
     """Engines in the order of opening, each with the budget that it was given."""
     engines: list[FakeEngine] = []
 
-    async def open_engine(path: Path, config: EngineConfig, *, progress: Any, **_: Any) -> Any:
+    async def open_engine(
+        path: Path, config: EngineConfig, *, progress: Any, name: str | None, **_: Any
+    ) -> Any:
         engine = FakeEngine(budget_bytes=config.maxmem_bytes or 8000)
         engines.append(engine)
         return SimpleNamespace(
+            name=name or path.stem,
             engine=engine,
             tokenizer=Tokenizer(),
             chat=None,

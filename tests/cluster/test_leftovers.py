@@ -84,7 +84,7 @@ def test_the_next_start_removes_what_a_kill_leaves_and_an_end_leaves_nothing(
         port = server.url.rpartition(":")[2]
         found = processes(base, server)
         ours = [process for process in found if "ActorProcess" in process.name()]
-        assert len(ours) == 3
+        assert len(ours) == 4
         assert ports(found)
         server.stop(signal.SIGKILL)
     ended(ours)  # the kernel and Ray see to that
@@ -96,7 +96,7 @@ def test_the_next_start_removes_what_a_kill_leaves_and_an_end_leaves_nothing(
         assert sweep() == 0  # the living are left alone
         assert len(list(base.iterdir())) == 1
         found = processes(base, server)
-        assert len(found) > 4  # Ray's own, and our three
+        assert len(found) > 5  # Ray's own, and our four
         assert server.stop() == 0
     assert nothing_is_left(found, base, before)
 

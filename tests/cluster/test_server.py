@@ -111,9 +111,9 @@ def process_of(server: Server, actor: str) -> psutil.Process:
 def test_ray_lists_the_actors_under_readable_names(server: Server) -> None:
     actors = listed(server)
     names = {f"jitllm:{MODEL}:{actor}" for actor in ACTORS}
-    assert {actor["name"] for actor in actors} == names
+    assert {actor["name"] for actor in actors} == names | {"jitllm:manager"}
     pids = {actor["pid"] for actor in actors} - {server.process.pid}
-    assert len(pids) == 3
+    assert len(pids) == 4
     assert all(psutil.Process(pid).nice() == 0 for pid in pids)
 
 
@@ -127,8 +127,9 @@ def test_its_log_says_where_the_cluster_and_its_pages_are(server: Server) -> Non
 def test_a_reply_says_where_it_was_made(server: Server) -> None:
     about = post(server, "/v1/completions", asking(max_tokens=2)).json()["jitllm"]
     assert (about["runtime"], about["devices"]) == ("ray", ["cpu"])
-    [device] = get(server, "/jitllm/v1/devices").json()["devices"]
-    assert (device["runtime"], device["notes"]) == ("ray", [])
+    devices = get(server, "/jitllm/v1/devices").json()["devices"]
+    assert {(device["runtime"], *device["notes"]) for device in devices} == {("ray",)}
+    assert {d["name"]: d["models"] for d in devices}["cpu:0"] == [MODEL]
 
 
 def test_a_device_that_dies_changes_no_reply_and_health_comes_back(server: Server) -> None:
@@ -168,7 +169,7 @@ def test_a_model_whose_scheduler_died_is_not_healthy_and_may_be_loaded_again(
     expected = text(server)
     load = ["models", "-load", str(container), "-id", "second", "-addr", server.url]
     assert main(load) == 0
-    assert len(listed(server)) == 6
+    assert len(listed(server)) == 7
     process_of(server, "second:scheduler").kill()
     until(lambda: health(server)[0] == 503)
     status, states = health(server)
@@ -183,7 +184,7 @@ def test_a_model_whose_scheduler_died_is_not_healthy_and_may_be_loaded_again(
     assert health(server) == (200, {MODEL: "ok", "second": "ok"})
     assert text(server, "second") == expected
     assert main(["models", "-unload", "second", "-addr", server.url]) == 0
-    assert len(listed(server)) == 3
+    assert len(listed(server)) == 4
     capsys.readouterr()
 
 
@@ -250,7 +251,7 @@ def test_joining_a_cluster_says_what_is_slow_there_and_leaves_it_as_it_was(
         assert note.startswith(slow)
         assert main(["devices", "-addr", server.url]) == 0
         assert slow in capsys.readouterr().out
-        assert len(actors_under(cluster)) == 3
+        assert len(actors_under(cluster)) == 4
         assert here.main(["hardware", "-json"]) == 0
         found = json.loads(capsys.readouterr().out)["ray"]["clusters"]
         assert {"address": address, "niceness": RAYS_NICENESS} in found
@@ -261,7 +262,7 @@ def test_joining_a_cluster_says_what_is_slow_there_and_leaves_it_as_it_was(
             [*second, *map(str, args)], capture_output=True, text=True, timeout=60, check=False
         )
         assert refused.returncode == 2
-        assert f"an actor jitllm:{MODEL}:pager:cpu:0 already; stop the server" in refused.stderr
+        assert f"the cluster has a model '{MODEL}' already, served by" in refused.stderr
         expected = text(server)
         assert "".join(pieces(server, lambda: server.process.terminate())) == expected
         assert server.process.wait(60) == 0
@@ -269,7 +270,7 @@ def test_joining_a_cluster_says_what_is_slow_there_and_leaves_it_as_it_was(
     assert cluster.is_running()
 
     with running(tmp_path, *args) as server:
-        assert len(actors_under(cluster)) == 3
+        assert len(actors_under(cluster)) == 4
         server.stop(signal.SIGKILL)
         until(lambda: not actors_under(cluster))
     with running(tmp_path, *args) as server:
@@ -307,7 +308,7 @@ def test_a_server_on_a_live_cluster_leaves_it_alive_and_empty(
             assert server.said["ray"]["address"] == address
             [note] = get(server, "/healthz").json()["notes"]
             assert note.startswith(f"Ray runs its workers at nice {RAYS_NICENESS}")
-            assert len(actors_under(cluster)) == 3
+            assert len(actors_under(cluster)) == 4
             assert text(server)
             assert server.stop() == 0
         until(lambda: not actors_under(cluster))

@@ -45,6 +45,11 @@ class Node:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
 
+    def kill(self) -> None:
+        """End all of its processes."""
+        pids = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        subprocess.run(["kill", "-9", *pids.stdout.split()], capture_output=True)
+
 
 def ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
@@ -69,16 +74,13 @@ def nodes() -> Iterator[tuple[Node, Node]]:
         yield first, second
     finally:
         for node in made:
-            pids = subprocess.run(
-                ["ip", "netns", "pids", node.name], capture_output=True, text=True
-            )
-            subprocess.run(["kill", "-9", *pids.stdout.split()], capture_output=True)
+            node.kill()
             subprocess.run(["ip", "netns", "del", node.name], capture_output=True)
 
 
-def test_blocks_of_one_model_are_on_two_nodes_and_move_between_them(
-    nodes: tuple[Node, Node], tiny_model: TinyModel, tmp_path: Path
-) -> None:
+@pytest.fixture
+def address(nodes: tuple[Node, Node]) -> Iterator[str]:
+    """Of a cluster of both."""
     first, second = nodes
     address = f"{first.address}:{PORT}"
     # Sockets have names of limited length, so Ray's folder is not below the test's.
@@ -92,7 +94,40 @@ def test_blocks_of_one_model_are_on_two_nodes_and_move_between_them(
         second.run(
             RAY, "start", f"--address={address}", f"--node-ip-address={second.address}", *common
         )
-        model = tiny_model("llama", "q8_0")
-        first.run(sys.executable, "-m", "tests.cluster.two_nodes", model, address, second.address)
+        yield address
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_blocks_of_one_model_are_on_two_nodes_and_move_between_them(
+    nodes: tuple[Node, Node], address: str, tiny_model: TinyModel
+) -> None:
+    first, second = nodes
+    model = tiny_model("llama", "q8_0")
+    program = (sys.executable, "-m", "tests.cluster.two_nodes")
+    first.run(*program, "moves", model, address, second.address)
+
+
+def test_nodes_offer_their_devices_and_one_that_leaves_is_missed(
+    nodes: tuple[Node, Node], address: str, tiny_model: TinyModel
+) -> None:
+    first, second = nodes
+    model = tiny_model("llama", "q8_0")
+    program = first.command(sys.executable, "-m", "tests.cluster.two_nodes", "loses", model)
+    with subprocess.Popen(
+        [*program, address, second.address],
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            if ready:
+                second.kill()
+            _, problems = process.communicate(timeout=150)
+        finally:
+            process.kill()
+    assert (process.returncode, ready) == (0, "ready\n"), problems

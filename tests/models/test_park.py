@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 
 from jitllm.compose import Loaded
-from jitllm.engine import Engine, ParkedIn, Request, Sampling, SequenceState
-from jitllm.errors import JitllmError, UnknownSession
+from jitllm.engine import Engine, EngineStats, ParkedIn, Request, Sampling, SequenceState
+from jitllm.errors import DiskFull, JitllmError, UnknownSession
 from tests.conftest import TinyModel
 from tests.models.native import Reply, opened, reply
 
@@ -97,7 +99,6 @@ async def test_parks_at_random_moments_change_nothing(
         await parking(loaded.engine, random.Random(seed), tasks)
         replies = [await task for task in tasks]
         stats = await loaded.engine.stats()
-        print(stats.park_totals)
     assert [r.bits for r in replies] == [e.bits for e in expected]
     assert stats.park_totals.resumes > 3
 
@@ -143,6 +144,15 @@ async def until_tokens(engine: Engine, name: str, count: int) -> None:
         states = [s for s in await engine.sessions() if s.name == name]
         if states and states[0].generated_tokens >= count:
             return
+        await asyncio.sleep(0)
+
+
+async def until_stats(engine: Engine, condition: Callable[[EngineStats], bool]) -> EngineStats:
+    """Wait until the engine says so."""
+    while True:
+        stats = await engine.stats()
+        if condition(stats):
+            return stats
         await asyncio.sleep(0)
 
 
@@ -213,8 +223,7 @@ async def test_a_prompt_can_be_parked_half_way(model: Path, tmp_path: Path) -> N
     async with two_devices(model, tmp_path) as loaded:
         engine = loaded.engine
         [task] = all_of(engine, [request])
-        while not any(state.kv_bytes for state in await engine.sessions()):
-            await asyncio.sleep(0)
+        await until_stats(engine, lambda stats: stats.steps > 1)
         [parked] = await engine.park("long")
         assert parked.generated_tokens == 0
         assert parked.parked_bytes > 0
@@ -261,11 +270,6 @@ async def test_a_request_that_waits_is_parked_and_resumed_too(model: Path, tmp_p
 async def test_what_cannot_be_is_refused_and_the_reply_goes_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import os
-
-    from jitllm.errors import DiskFull
-
     expected = await quiet(model, REQUESTS[:1])
     async with two_devices(model, tmp_path / "there" / "none") as loaded:
         engine = loaded.engine
@@ -302,8 +306,6 @@ async def test_what_cannot_be_is_refused_and_the_reply_goes_on(
 async def test_a_history_that_cannot_be_read_is_computed_again_or_says_so(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
-    import os
-
     expected = await quiet(model, REQUESTS[:1])
     async with two_devices(model, tmp_path, fallback=fallback) as loaded:
         engine = loaded.engine
@@ -356,14 +358,12 @@ async def test_nothing_is_left_of_a_parked_request_whose_client_goes(
         assert stats.parked == 2
         assert stats.parked_disk_bytes > 0
         assert stats.parked_memory_bytes > 0
-        assert not list(tmp_path.iterdir())  # a file without a name
+        assert os.listdir(tmp_path) == []  # a file without a name
         assert num_files(tmp_path) == 1
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while (await engine.stats()).parked:
-            await asyncio.sleep(0)
-        stats = await engine.stats()
+        stats = await until_stats(engine, lambda stats: not stats.parked)
         assert stats.parked_disk_bytes == stats.parked_memory_bytes == 0
         assert num_files(tmp_path) == 0
         assert (await engine.sessions()) == ()
@@ -373,8 +373,6 @@ async def test_nothing_is_left_of_a_parked_request_whose_client_goes(
 
 def num_files(folder: Path) -> int:
     """Files of a folder that this process has open."""
-    import os
-
     names = []
     for fd in Path("/proc/self/fd").iterdir():
         try:
@@ -393,8 +391,8 @@ async def test_memory_that_is_parked_is_charged_and_closing_gives_it_back(
         [task] = all_of(engine, REQUESTS[:1])
         await until_tokens(engine, "plain", 5)
         [parked] = await engine.park("plain", "memory")
-        while (await engine.stats()).pages.fixed_bytes != fixed + parked.parked_bytes:
-            await asyncio.sleep(0)
+        charged = fixed + parked.parked_bytes
+        await until_stats(engine, lambda stats: stats.pages.fixed_bytes == charged)
     ended = await task
     assert ended.finish == "cancelled"
 
@@ -425,7 +423,6 @@ async def test_eight_take_turns_where_there_is_room_for_two(
             await asyncio.sleep(0)
         stats = await engine.stats()
         replies = [await task for task in tasks]
-        print(level, most, stats.park_totals)
     assert [r.bits for r in replies] == [e.bits for e in expected]
     assert most == 2
     if level == 1:  # a slice is longer than a reply
@@ -442,9 +439,7 @@ async def budget_for(model: Path, folder: Path, count: int) -> int:
     async with two_devices(model, folder) as loaded:
         engine = loaded.engine
         tasks = all_of(engine, EIGHT[:count])
-        while (await engine.stats()).running < count:
-            await asyncio.sleep(0)
-        stats = await engine.stats()
+        stats = await until_stats(engine, lambda stats: stats.running == count)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,7 @@
 """A device whose arithmetic is a dictionary: what each position of each page holds.
 
-Ownership and KV pages are the real ones. The content of a position in a block is the block and all
-tokens up to there, because that is what keys and values depend on; memory that was given back holds
+Ownership and KV pages are the real ones. The content of a position in a block names the block and
+all tokens up to there, because that is what keys and values depend on; memory that was given back holds
 nothing. So a page that is lost, read after its end, or filled with something else is found out by
 the step that looks at it.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 from actors.mailbox import Lost
@@ -39,11 +40,17 @@ from jitllm.memory.ownership import Ownership, Stale
 from jitllm.memory.pages import KvPages
 from jitllm.schedule.step import Span, SpanResult
 
-Content = tuple[int, tuple[int, ...]] | None
-"""(block, all tokens up to the position); None in memory that holds nothing."""
+Content = tuple[int, int] | None
+"""(block, what stands for all tokens up to the position); None in memory that holds nothing."""
 
 BASE = 1 << 20
 CAPACITY = 256
+
+
+def contents(block: int, tokens: Iterable[int]) -> list[Content]:
+    """What all positions of a sequence have to hold in a block."""
+    trails = accumulate(tokens, lambda trail, token: hash((trail, token)), initial=0)
+    return [(block, trail) for trail in list(trails)[1:]]
 
 
 def next_token(tokens: Iterable[int]) -> int:
@@ -171,16 +178,13 @@ class ModelDevice:
         assert self.pages.grow(span.sequence, span.stop)
         seat.write(span.start, span.tokens)
         for block in blocks:
-            self._write(span.sequence, block, span.start, self._expected(span, block)[span.start :])
-            assert self.content(span.sequence, block, span.stop) == self._expected(span, block)
+            expected = contents(block, seat.history[: span.stop])
+            self._write(span.sequence, block, span.start, expected[span.start :])
+            assert self.content(span.sequence, block, span.stop) == expected
         while seat.shares and (stop := (seat.num_published + 1) * size) <= span.stop:
             seat.digest = prefix.extend(seat.digest, seat.history[stop - size : stop])
             self.pages.publish(span.sequence, seat.num_published, seat.digest)
             seat.num_published += 1
-
-    def _expected(self, span: Span, block: int) -> list[Content]:
-        history = self.seats[span.sequence].history
-        return [(block, tuple(history[: at + 1])) for at in range(span.stop)]
 
     def _result(self, span: Span) -> SpanResult:
         token = next_token(self.seats[span.sequence].history[: span.stop])

@@ -19,9 +19,11 @@ RECEIVERS = {
     "scheduler": messages.SchedulerMessage,
     "device": messages.DeviceMessage,
     "pager": messages.PagerMessage,
+    "manager": messages.ManagerMessage,
 }
 SENDERS = {"client": "client", "scheduler": "scheduler", "device": "device", "pager": "pager"}
 SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks for what it needs
+SENDERS |= {"member": "member", "manager": "manager"}
 SENDERS |= {"route": "scheduler", "relocate": "scheduler", "park": "scheduler"}  # parts of it
 ALL = {
     kind

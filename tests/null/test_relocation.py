@@ -43,7 +43,7 @@ from jitllm.errors import JitllmError, PlacementError
 from jitllm.schedule.placement import Placement
 from jitllm.schedule.relocation import Range, Watermarks
 from jitllm.schedule.step import Span, SpanOutputs
-from tests.null.model_device import ModelDevice
+from tests.null.model_device import ModelDevice, contents
 
 # --- watermarks ------------------------------------------------------------------------------
 
@@ -542,7 +542,7 @@ class Relocation(RuleBasedStateMachine):
                 continue
             assert block in node.device.ownership.owned, (block, owner)
             for stream in self.running if block < HEAD else ():
-                expected = [(block, tuple(stream.tokens[: i + 1])) for i in range(stream.computed)]
+                expected = contents(block, stream.tokens[: stream.computed])
                 found = node.device.content(stream.id, block, stream.computed)
                 assert found == expected, (owner, stream)
 

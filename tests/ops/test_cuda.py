@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jitllm.kernels
-from jitllm.devices.vulkan.program import op_dispatches
+from jitllm.devices.vulkan.program import op_launches
 from jitllm.errors import JitllmError
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.slang import SlangCompiler, Target, compiler_version
@@ -105,11 +105,11 @@ def kernels() -> list[KernelSpec]:
     """Every kernel that those ops are launched with, for one token and for many."""
     return list(
         dict.fromkeys(
-            dispatch.kernel
+            launch.kernel
             for op in ops()
             for kv_element in ("f16", "f32")
             for bucket in (Bucket(1, 1), Bucket(512, 64))
-            for dispatch in op_dispatches(op, NvidiaEnv(kv_element), bucket)
+            for launch in op_launches(op, NvidiaEnv(kv_element), bucket)
         )
     )
 

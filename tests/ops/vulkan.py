@@ -18,7 +18,7 @@ from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.devices.vulkan.device import Device
 from jitllm.devices.vulkan.instance import Instance, has_validation
 from jitllm.devices.vulkan.pipelines import Pipelines, traits
-from jitllm.devices.vulkan.program import op_dispatches
+from jitllm.devices.vulkan.program import op_launches
 from jitllm.devices.vulkan.staging import Staging
 from jitllm.errors import JitllmError
 from jitllm.jit.cache import ObjectCache, default_directory
@@ -59,12 +59,12 @@ class Gpu:
         """Launch an op on a rig's memory; `pieces` has no meaning here."""
         with _Copies(self, rig) as copies:
             bucket = Bucket(rig.num_tokens, rig.num_outputs)
-            dispatches = op_dispatches(op, copies, bucket)
-            self.pipelines.build(d.kernel for d in dispatches)
+            launches = op_launches(op, copies, bucket)
+            self.pipelines.build(d.kernel for d in launches)
             ctx = copies.context()
             queue = self.device.compute
             with queue.recording(once=True) as commands:
-                self.pipelines.record(commands, ctx, [d for d in dispatches if all(d.groups)])
+                self.pipelines.record(commands, ctx, [d for d in launches if all(d.groups)])
                 self.device.barrier(commands)
             queue.wait(queue.submit(commands))
             queue.free(commands)

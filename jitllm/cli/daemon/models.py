@@ -19,6 +19,7 @@ EXAMPLES = """
     jitllmd models gemma                         (one of them)
     jitllmd models -load model.jlm -id small -maxmem 2G
     jitllmd models -unload small -force
+    jitllmd models -drain small                  (no more requests, whoever has it)
 """
 
 
@@ -43,16 +44,24 @@ def models(
     force: Annotated[
         bool, typer.Option("-force", help="End its requests first; with -unload.")
     ] = False,
+    drain: Annotated[
+        str | None,
+        typer.Option("-drain", metavar="ID", help="Let this model take no more requests."),
+    ] = None,
+    undrain: Annotated[
+        str | None, typer.Option("-undrain", metavar="ID", help="Let it take requests again.")
+    ] = None,
     addr: Address = DEFAULT_ADDRESS,
     api_key: ApiKey = "",
     json: AsJson = False,
 ) -> int:
-    """List the models of a server, describe one, load or unload one.
+    """List the models of a server, and of the cluster that it is in; describe, load or unload one.
 
-    The path after -load is the server's: it opens the file.
+    The path after -load is the server's: it opens the file. A model that drains goes on with its
+    requests and takes no more, also from others on the cluster; -drain may name one of theirs.
     """
-    if sum(given is not None for given in (model, load, unload)) > 1:
-        raise UsageError("ID, -load and -unload are different things", "give one of them")
+    if sum(given is not None for given in (model, load, unload, drain, undrain)) > 1:
+        raise UsageError("ID, -load, -unload and -drain are different things", "give one of them")
     server = Server(addr, api_key)
     if load is not None:
         asked = {"path": str(load.resolve()), "id": id, "maxmem": maxmem, "ctx": ctx}
@@ -60,11 +69,15 @@ def models(
     elif unload is not None:
         done = server.delete(at("models", unload), force=str(force).lower())
         print_json(done) if json else say(f"unloaded {done['id']}\n")
+    elif drained := drain or undrain:
+        done = server.post(at("models", drained, "drain"), {"draining": drain is not None})
+        does = "takes no more requests" if done["draining"] else "takes requests"
+        print_json(done) if json else say(f"{done['id']} {does}\n")
     elif model is not None:
         _show(server.get(at("models", model)), json)
     else:
         found = server.get("models")
-        print_json(found) if json else say(_list(found["models"]))
+        print_json(found) if json else say(_list(found["models"]) + _cluster(found["cluster"]))
     return 0
 
 
@@ -97,6 +110,19 @@ def _list(models: list[dict[str, Any]]) -> str:
         [
             (m["id"], m["arch"], m["blocks"], format_size(m["weight_bytes"]))
             + (m["context_tokens"], m["sessions"])
+            for m in models
+        ],
+    )
+
+
+def _cluster(models: list[dict[str, Any]]) -> str:
+    """All models of a cluster; nothing where there is none, or nobody serves one."""
+    if not models:
+        return ""
+    return "\non the cluster\n" + columns(
+        ("ID", "STATE", "SERVED BY", "BLOCKS AT"),
+        [
+            (m["id"], m["state"], "this server" if m["is_here"] else m["member"], m["placement"])
             for m in models
         ],
     )

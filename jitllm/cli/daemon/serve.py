@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +42,7 @@ EXAMPLES = """
 """
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DEFAULT_FAIRNESS = 50
 NO_DASHBOARD = "none; it comes with pip install 'jitllm[ray]'"
 
 
@@ -111,7 +112,8 @@ def serve(
     if not 0 <= drain <= 1e6:
         raise UsageError(f"-drain {drain:g} makes no sense", "give seconds from 0")
     host, port = split_address(addr)
-    config = replace(config, max_queue=max_queue, max_batch=max_batch)
+    fairness = DEFAULT_FAIRNESS if config.fairness is None else config.fairness
+    config = replace(config, max_queue=max_queue, max_batch=max_batch, fairness=fairness)
     api = _server_packages(api_key, max_body)
     if not os.environ.get(log.LEVEL_VARIABLE):
         log.to_stderr("info")
@@ -197,10 +199,15 @@ async def _serve(
     from jitllm.cli.daemon.shelf import Shelf
     from jitllm.jit.threads import let_steps_in
 
-    import_module("jitllm.compose")  # here, where no reply has to wait for it
+    compose = import_module("jitllm.compose")  # here, where no reply has to wait for it
     let_steps_in()
-    shelf = Shelf(config, Progress, cluster.how if cluster else None)
-    try:
+    async with AsyncExitStack() as stack:
+        how, member = None, None
+        if cluster is not None:
+            how = cluster.how
+            member = await stack.enter_async_context(compose.membership(how))
+        shelf = Shelf(config, Progress, how, member)
+        stack.push_async_callback(shelf.close)
         app = create_app(shelf, limits)
         await _load(shelf, wanted)
         stop = _signalled()
@@ -215,13 +222,11 @@ async def _serve(
         stopping.cancel()
         if not running.done():
             note(f"stopping; {counted(len(service.sessions), 'request')} under way")
-            service.is_draining = True
             stop.clear()
             server.should_exit = True
+            await service.begin_drain()
             await _until_down(running, stop, server)
         running.result()
-    finally:
-        await shelf.close()
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from jitllm.errors import JitllmError, UsageError
 from jitllm.log import logger
 
 if TYPE_CHECKING:
-    from jitllm.compose import Loaded
+    from jitllm.compose import Listed, Loaded, Member, NodeListed
     from jitllm.compose import Progress as Report
+    from jitllm.devices.choose import AvailableDevice
 
     class ShowProgress(Protocol):
         """Makes what shows the progress of one opening."""
@@ -48,13 +49,19 @@ class Shelf:
 
     config: what holds for every model that says nothing else; its budget is for all together.
     ray: on which cluster actors live, which this process is part of; in this process without it.
+    member: as whom it serves models there, so that others find them.
     """
 
     def __init__(
-        self, config: EngineConfig, show_progress: ShowProgress, ray: str | None = None
+        self,
+        config: EngineConfig,
+        show_progress: ShowProgress,
+        ray: str | None = None,
+        member: Member | None = None,
     ) -> None:
         self._config = config
         self._ray = ray
+        self._member = member
         self._show_progress = show_progress
         self._places: dict[str, _Place] = {}
         self._lock = asyncio.Lock()
@@ -89,8 +96,14 @@ class Shelf:
             )
             with self._show_progress() as progress:
                 loaded = await compose.open_engine(
-                    load.path, config, progress=progress, ray=self._ray, name=model_id
+                    load.path,
+                    config,
+                    progress=progress,
+                    ray=self._ray,
+                    name=load.id,
+                    member=self._member,
                 )
+            model_id = loaded.name
             try:
                 served = await self._served(loaded, load.path, model_id)
             except BaseException:
@@ -120,33 +133,88 @@ class Shelf:
             place.has_own_budget, place.budget_bytes = True, budget_bytes
             return await place.loaded.engine.set_budget(budget_bytes)
 
-    def devices(self) -> Sequence[Mapping[str, Any]]:
-        """Those of this machine, and why -devices leaves some of them out."""
+    async def devices(self) -> Sequence[Mapping[str, Any]]:
+        """Those of this machine and of other nodes, and why -devices leaves some of them out."""
         from jitllm.devices.choose import DeclinedDevice, choose_devices, reports
         from jitllm.devices.grammar import parse_devices
         from jitllm.jit import threads, tiers
         from jitllm.memory.host import host_devices
 
-        available = host_devices(self._config.threads or threads.default_threads())
+        member = self._in_reach
+        nodes = {node.node_id: node for node in await member.nodes()} if member else {}
+        own = nodes.pop(member.node_id, None) if member else None
+        here = own.name if own else ""
+        others = {node.name: node for node in nodes.values()}
+        available = [
+            *host_devices(self._config.threads or threads.default_threads()),
+            *_devices_of(others.values()),
+        ]
         try:
-            _, declined = choose_devices(parse_devices(self._config.devices), available)
+            entries = parse_devices(self._config.devices)
+            _, declined = choose_devices(entries, available, here)
         except JitllmError as error:  # a list that asks for what there is not takes nothing
             declined = tuple(DeclinedDevice(device.name, str(error)) for device in available)
-        cpu = {"processor": tiers.cpu_name(), "tier": tiers.choose().name}
-        return [
-            report
-            | cpu
-            | {
-                "models": [] if report["declined"] else list(self._places),
-                "runtime": self._runtime,
-                "notes": self.notes(),
-            }
-            for report in reports(available, declined)
-        ]
+        listed = await member.models() if member else None
+        cpu = tiers.cpu_name(), tiers.choose().name
+        found = []
+        for report, device in zip(reports(available, declined), available, strict=True):
+            node = others.get(device.node, own)
+            processor, tier = cpu
+            if device.node and node and node.host:
+                processor, tier = node.host.processor, node.host.tier
+            if listed is None:
+                models = [] if report["declined"] else list(self._places)
+            else:
+                models = _on(node, device, listed)
+            found.append(
+                report
+                | {
+                    "node": device.node or here,
+                    "processor": processor,
+                    "tier": tier,
+                    "models": models,
+                    "runtime": self._runtime,
+                    "notes": self.notes(),
+                }
+            )
+        return found
 
     def notes(self) -> Sequence[str]:
-        """What makes replies of some model slower than they could be, each once."""
-        return list(dict.fromkeys(note for served in self.list() for note in served.notes))
+        """What makes replies of some model slower than they could be, and what is wrong with the
+        cluster; each once."""
+        notes = [note for served in self.list() for note in served.notes]
+        if self._member is not None:
+            notes += [f"the node {name} has left the cluster" for name in self._member.health.lost]
+            if self._in_reach is None:
+                notes.append("the manager of the cluster is out of reach: nobody finds our models")
+        return list(dict.fromkeys(notes))
+
+    async def cluster(self) -> Sequence[Mapping[str, Any]]:
+        """Models of all members, as far as a manager knows them."""
+        member = self._in_reach
+        if member is None:
+            return []
+        return [
+            {
+                "id": model.name,
+                "path": str(model.path),
+                "state": model.state,
+                "member": model.member,
+                "is_here": model.member == member.name,
+                "placement": model.placement,
+                "devices": [
+                    f"{near.node}/{_bare(near.name)}"
+                    for near in (model.working.devices if model.working else ())
+                ],
+            }
+            for model in await member.models()
+        ]
+
+    async def drain(self, model_id: str, is_draining: bool) -> None:
+        """Have a model of any member refuse requests, or take them again."""
+        if self._member is None:
+            raise UsageError(f"there is no model {model_id!r}")
+        await self._member.drain(model_id, is_draining=is_draining)
 
     async def close(self) -> None:
         """Close every model."""
@@ -154,6 +222,11 @@ class Shelf:
         for model_id in list(self._places):
             place = self._places.pop(model_id)
             await place.loaded.close()
+
+    @property
+    def _in_reach(self) -> Member | None:
+        """As whom the manager of the cluster can be asked, while it can."""
+        return self._member if self._member and self._member.is_in_reach else None
 
     @property
     def _runtime(self) -> str:
@@ -220,6 +293,29 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
     """`total` in proportion to `weights`; never more than `total` in all."""
     whole = sum(weights)
     return [total * weight // whole if whole else 0 for weight in weights]
+
+
+def _on(node: NodeListed | None, device: AvailableDevice, models: Iterable[Listed]) -> list[str]:
+    """Models that may use a device of a node."""
+    place = (node.node_id if node else "", _bare(device.name))
+    return [
+        model.name
+        for model in models
+        if model.working
+        and place in [(near.node_id, _bare(near.name)) for near in model.working.devices]
+    ]
+
+
+def _bare(name: str) -> str:
+    """What a device is called on its own node."""
+    return name.rpartition("/")[2]
+
+
+def _devices_of(nodes: Iterable[NodeListed]) -> Iterable[AvailableDevice]:
+    """What other nodes offer, called as placements have it."""
+    for node in nodes:
+        for device in node.host.devices if node.host else ():
+            yield replace(device, node=node.name)
 
 
 def _prepare(loaded: Loaded) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of a Vulkan device, ready to be launched. Knows dispatches, no op and no program."""
+"""Kernels of a Vulkan device, ready to be launched. Knows launches, no op and no program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jitllm.devices.vulkan.device import Device
 from jitllm.errors import JitllmError
 from jitllm.jit.cpu import Progress
 from jitllm.jit.slang import SlangCompiler
-from jitllm.kernels.gpu import Dispatch, Traits
+from jitllm.kernels.gpu import GpuLaunch, Traits
 from jitllm.kernels.op import (
     MAX_ARGS,
     KernelSpec,
@@ -79,27 +79,27 @@ class Pipelines:
             device.destroy("vkDestroyShaderModule", module)
         return out[0]
 
-    def record(self, commands: Any, ctx: int, dispatches: Iterable[Dispatch]) -> None:
-        """Write dispatches into a command buffer."""
+    def record(self, commands: Any, ctx: int, launches: Iterable[GpuLaunch]) -> None:
+        """Write launches into a command buffer."""
         vulkan = self._device.api
         stage = vulkan.VK_SHADER_STAGE_COMPUTE_BIT
-        for dispatch in dispatches:
-            if dispatch.barrier:
+        for launch in launches:
+            if launch.barrier:
                 self._device.barrier(commands)
-            self._check(dispatch)
-            pipeline = self._made[dispatch.kernel]
+            self._check(launch)
+            pipeline = self._made[launch.kernel]
             point = vulkan.VK_PIPELINE_BIND_POINT_COMPUTE
             vulkan.call("vkCmdBindPipeline", commands, point, pipeline)
-            words = [ctx, *dispatch.args, *[0] * (MAX_ARGS - len(dispatch.args))]
+            words = [ctx, *launch.args, *[0] * (MAX_ARGS - len(launch.args))]
             data = vulkan.ffi.new("uint64_t[]", [word % 2**64 for word in words])
             vulkan.call("vkCmdPushConstants", commands, self.layout, stage, 0, _PUSH_BYTES, data)
-            vulkan.call("vkCmdDispatch", commands, *dispatch.groups)
+            vulkan.call("vkCmdDispatch", commands, *launch.groups)
 
-    def _check(self, dispatch: Dispatch) -> None:
-        for groups, most in zip(dispatch.groups, self._device.physical.max_groups, strict=True):
+    def _check(self, launch: GpuLaunch) -> None:
+        for groups, most in zip(launch.groups, self._device.physical.max_groups, strict=True):
             if groups > most:
                 raise JitllmError(
-                    f"{dispatch.kernel.op} needs {groups} thread groups; "
+                    f"{launch.kernel.op} needs {groups} thread groups; "
                     f"{self._device.physical.name} takes {most}"
                 )
 

@@ -21,7 +21,7 @@ from jitllm.devices.vulkan.staging import Staging
 from jitllm.devices.vulkan.step import DeviceStep, StepLayout
 from jitllm.errors import JitllmError
 from jitllm.jit.cpu import Progress
-from jitllm.kernels.gpu import Bucket, Dispatch
+from jitllm.kernels.gpu import Bucket, GpuLaunch
 from jitllm.kernels.op import (
     Buffer,
     Const,
@@ -35,10 +35,10 @@ _ALIGN = 256
 _TABLES, _FIRST_BLOCK = 1, 2  # sections of a program: embed, tables, each block, head
 
 
-def op_dispatches(op: Op, env: Any, bucket: Bucket) -> list[Dispatch]:
+def op_launches(op: Op, env: Any, bucket: Bucket) -> list[GpuLaunch]:
     """What `kernels/<op>/gpu.py` says of an op."""
     emitter = importlib.import_module(f"{type(op).__module__}.gpu")
-    found: list[Dispatch] = emitter.dispatches(op, env, bucket)
+    found: list[GpuLaunch] = emitter.launches(op, env, bucket)
     return found
 
 
@@ -101,14 +101,14 @@ class VulkanProgram:
         self._pipelines.build(kernels, progress)
 
     def _kernels(self) -> list[KernelSpec]:
-        """All that any step needs: a dispatch looks at the bucket's tokens or at its outputs."""
+        """All that any step needs: a launch looks at the bucket's tokens or at its outputs."""
         tokens, outputs = sizes(self.limits.tokens), sizes(self.limits.outputs)
         buckets = [Bucket(t, outputs[-1]) for t in tokens] + [Bucket(1, o) for o in outputs]
         return [
-            dispatch.kernel
+            launch.kernel
             for bucket in buckets
             for ops in self._sections
-            for dispatch in self._dispatches(ops, bucket)
+            for launch in self._launches(ops, bucket)
         ]
 
     def bucket(self, num_tokens: int, num_outputs: int) -> Bucket:
@@ -127,12 +127,12 @@ class VulkanProgram:
         self._spans.append(span)
         return span
 
-    def _dispatches(self, ops: Sequence[Op], bucket: Bucket) -> list[Dispatch]:
+    def _launches(self, ops: Sequence[Op], bucket: Bucket) -> list[GpuLaunch]:
         """Dispatches with barriers only where an op depends on one since the last barrier."""
-        found: list[Dispatch] = []
+        found: list[GpuLaunch] = []
         for op, depends in ordered(ops):
-            for part, dispatch in enumerate(op_dispatches(op, self, bucket)):
-                found.append(dispatch if part else replace(dispatch, barrier=depends))
+            for part, launch in enumerate(op_launches(op, self, bucket)):
+                found.append(launch if part else replace(launch, barrier=depends))
         return found
 
     # --- Env ---------------------------------------------------------------------------------
@@ -216,9 +216,7 @@ class VulkanProgram:
         if key not in self._recorded:
             with self._device.compute.recording() as commands:
                 for ops in self._sections[first:last]:
-                    self._pipelines.record(
-                        commands, self.step.address, self._dispatches(ops, bucket)
-                    )
+                    self._pipelines.record(commands, self.step.address, self._launches(ops, bucket))
                 self._device.barrier(commands)
             self._recorded[key] = commands
         return self._recorded[key]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from jitllm.kernels.attention import Attention
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, float_bits, spec
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, float_bits, spec
 
 PARTS = 16
 """Parts that the keys of a token are cut into."""
@@ -25,7 +25,7 @@ ENOUGH_GROUPS = 512
 _THREADS = 128
 
 
-def dispatches(op: Attention, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Attention, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: q, dst, partial results, bytes between rows of q and of dst, byte offset of the
     block's column, bytes of a table row, window, bits of the softcap."""
     heads = heads_together(op.heads // op.kv_heads)
@@ -59,12 +59,12 @@ def dispatches(op: Attention, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
     )
     if not is_split:
         kernel = spec("attention", env, mode="WHOLE", **params)
-        return [Dispatch(kernel, (groups, bucket.tokens, 1), args)]
+        return [GpuLaunch(kernel, (groups, bucket.tokens, 1), args)]
     return [
-        Dispatch(
+        GpuLaunch(
             spec("attention", env, mode="PART", **params), (groups, bucket.tokens, PARTS), args
         ),
-        Dispatch(spec("attention", env, mode="MERGE", **params), (groups, bucket.tokens, 1), args),
+        GpuLaunch(spec("attention", env, mode="MERGE", **params), (groups, bucket.tokens, 1), args),
     ]
 
 

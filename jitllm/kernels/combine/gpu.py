@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jitllm.kernels.combine import Combine
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, float_bits, spec, threads_for
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, float_bits, spec, threads_for
 
 
-def dispatches(op: Combine, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Combine, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: src, routed, dst, add, bytes between rows (src, routed, dst), bytes of a segment,
     segments, the scale's f32 bits."""
     pieces = op.dst.stride_bytes // 16
@@ -24,4 +24,4 @@ def dispatches(op: Combine, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         float_bits(op.scale),
     )
     kernel = spec("combine", env, threads=threads, has_add=op.add is not None)
-    return [Dispatch(kernel, (-(-pieces // threads), bucket.tokens, 1), args)]
+    return [GpuLaunch(kernel, (-(-pieces // threads), bucket.tokens, 1), args)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from jitllm.kernels.dispatch import Dispatch as Op
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, spec, threads_for
+from jitllm.kernels.dispatch import Dispatch
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, spec, threads_for
 from jitllm.kernels.op import PANEL_TOKENS
 from jitllm.kernels.route import MAX_EXPERTS
 
 
-def dispatches(op: Op, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Dispatch, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: ids, table, bytes between rows of ids, experts of a token, experts."""
     args = (
         env.buffer(op.ids),
@@ -24,4 +24,4 @@ def dispatches(op: Op, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         max_experts=MAX_EXPERTS,
         panel_tokens=PANEL_TOKENS,
     )
-    return [Dispatch(kernel, (1, 1, 1), args)]
+    return [GpuLaunch(kernel, (1, 1, 1), args)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from jitllm.kernels.embed import Embed
 from jitllm.kernels.gpu import (
     Bucket,
-    Dispatch,
     GpuEnv,
+    GpuLaunch,
     float_bits,
     spec,
     threads_for,
@@ -15,7 +15,7 @@ from jitllm.kernels.gpu import (
 from jitllm.kernels.layout import FORMATS, GROUP
 
 
-def dispatches(op: Embed, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Embed, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: table, dst, bytes between rows, groups of a row, the factor's f32 bits."""
     groups = FORMATS[op.table.format].padded_cols(op.table.cols) // GROUP
     threads = threads_for(groups * (GROUP // 4), env)
@@ -27,4 +27,4 @@ def dispatches(op: Embed, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         groups,
         float_bits(op.scale),
     )
-    return [Dispatch(kernel, (bucket.tokens, 1, 1), args)]
+    return [GpuLaunch(kernel, (bucket.tokens, 1, 1), args)]

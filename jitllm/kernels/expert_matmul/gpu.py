@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 
 from jitllm.kernels.expert_matmul import ExpertMatMul
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, spec, weights_params
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, spec, weights_params
 from jitllm.kernels.layout import FORMATS, GROUP, num_tiles
 from jitllm.kernels.matmul.gpu import rows_at_once, slices
 from jitllm.kernels.op import PANEL_TOKENS, Const, Weight
 
 
-def dispatches(op: ExpertMatMul, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: ExpertMatMul, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: src, dst, addresses of the matrices, table, bytes between rows of src and between
     pairs of dst, pairs that read the same row, groups of a row, blocks of rows in a panel."""
     weight = op.weight
@@ -40,7 +40,7 @@ def dispatches(op: ExpertMatMul, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         groups,
         blocks,
     )
-    return [Dispatch(kernel, (panels * blocks, num_tiles(weight.rows), 1), args)]
+    return [GpuLaunch(kernel, (panels * blocks, num_tiles(weight.rows), 1), args)]
 
 
 def _addresses(weight: Weight, env: GpuEnv) -> Const:

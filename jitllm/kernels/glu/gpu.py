@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jitllm.kernels.glu import Glu
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, count_word, spec, threads_for
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, count_word, spec, threads_for
 
 
-def dispatches(op: Glu, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Glu, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: gate, up, dst, bytes of a row, word of the count."""
     pieces = op.dst.stride_bytes // 16
     threads = threads_for(pieces, env)
@@ -19,4 +19,4 @@ def dispatches(op: Glu, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         count_word(op.dst),
     )
     grid = (-(-pieces // threads), bucket.rows(op.dst.rows), 1)
-    return [Dispatch(kernel, grid, args)]
+    return [GpuLaunch(kernel, grid, args)]

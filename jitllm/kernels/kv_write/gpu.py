@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, spec, threads_for
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, spec, threads_for
 from jitllm.kernels.kv_write import KvWrite
 
 
-def dispatches(op: KvWrite, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: KvWrite, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: k, v, bytes between rows of each, byte offset of the block's column, bytes of a
     table row."""
     items = op.kv_heads * (op.k_dim + op.v_dim)
@@ -29,4 +29,4 @@ def dispatches(op: KvWrite, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         8 * env.block_slot(op.block),
         8 * env.num_blocks,
     )
-    return [Dispatch(kernel, (-(-items // threads), bucket.tokens, 1), args)]
+    return [GpuLaunch(kernel, (-(-items // threads), bucket.tokens, 1), args)]

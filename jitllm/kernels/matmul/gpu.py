@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from jitllm.kernels.gpu import (
     Bucket,
-    Dispatch,
     GpuEnv,
+    GpuLaunch,
     count_word,
     float_bits,
     spec,
@@ -24,7 +24,7 @@ MAX_ROWS = 8
 """Activation rows that a thread group takes at once: weights are unpacked once for all of them."""
 
 
-def dispatches(op: MatMul, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: MatMul, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: src, dst, weight, bias and add (or 0), bytes between rows (src, dst), groups of a
     row, weight rows, word of the count, the scale's f32 bits."""
     groups = FORMATS[op.weight.format].padded_cols(op.weight.cols) // GROUP
@@ -52,7 +52,7 @@ def dispatches(op: MatMul, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         float_bits(op.scale),
     )
     # Blocks of rows first: those that run side by side then share the tiles that they read.
-    return [Dispatch(kernel, (-(-num_rows // rows), num_tiles(op.weight.rows), 1), args)]
+    return [GpuLaunch(kernel, (-(-num_rows // rows), num_tiles(op.weight.rows), 1), args)]
 
 
 def rows_at_once(num_rows: int) -> int:

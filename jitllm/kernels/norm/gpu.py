@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jitllm.kernels.gpu import (
     Bucket,
-    Dispatch,
     GpuEnv,
+    GpuLaunch,
     count_word,
     float_bits,
     spec,
@@ -14,7 +14,7 @@ from jitllm.kernels.gpu import (
 from jitllm.kernels.norm import Norm
 
 
-def dispatches(op: Norm, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Norm, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: src, dst, weight, add, bytes between rows (src, dst, add), segment, bits of eps,
     word of the count."""
     is_wide = op.segment % 4 == 0
@@ -35,4 +35,4 @@ def dispatches(op: Norm, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         count_word(op.dst),
     )
     groups = (op.src.width // op.segment, bucket.rows(op.dst.rows), 1)
-    return [Dispatch(kernel, groups, args)]
+    return [GpuLaunch(kernel, groups, args)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, count_word, spec, threads_for
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, count_word, spec, threads_for
 from jitllm.kernels.layout import GROUP
 from jitllm.kernels.quantize import Quantize
 
 
-def dispatches(op: Quantize, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Quantize, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: src, dst, bytes between rows of each, groups of a row, word of the count."""
     groups = -(-op.src.width // GROUP)
     threads = threads_for(groups * 8, env)
@@ -20,4 +20,4 @@ def dispatches(op: Quantize, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         count_word(op.dst),
     )
     grid = (-(-groups * 8 // threads), bucket.rows(op.dst.rows), 1)
-    return [Dispatch(spec("quantize", env, threads=threads), grid, args)]
+    return [GpuLaunch(spec("quantize", env, threads=threads), grid, args)]

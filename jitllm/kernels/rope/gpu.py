@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, spec, threads_for
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, spec, threads_for
 from jitllm.kernels.rope import Rope
 
 
-def dispatches(op: Rope, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Rope, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: x, table, bytes between rows of each, items of a row, factors, positions that
     share one, the last factor."""
     scales = op.position_scale
@@ -34,4 +34,4 @@ def dispatches(op: Rope, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         op.scale_positions,
         len(scales.data) // 4 - 1 if scales else 0,
     )
-    return [Dispatch(kernel, (-(-items // threads), bucket.tokens, 1), args)]
+    return [GpuLaunch(kernel, (-(-items // threads), bucket.tokens, 1), args)]

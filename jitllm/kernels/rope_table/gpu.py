@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, float_bits, spec, threads_for
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, float_bits, spec, threads_for
 from jitllm.kernels.op import Const
 from jitllm.kernels.rope_table import RopeTable
 
@@ -16,7 +16,7 @@ _TWO_PI, _FRACTION_BITS = 0x6487ED5110B4611A62633145C06E0E689, 128
 """2 pi in parts of 2^-128."""
 
 
-def dispatches(op: RopeTable, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: RopeTable, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: dst, turns, bytes between rows, frequencies, the scale's f32 bits."""
     count = op.dst.width // 2
     threads = threads_for(count, env)
@@ -28,7 +28,7 @@ def dispatches(op: RopeTable, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         float_bits(op.scale),
     )
     grid = (-(-count // threads), bucket.tokens, 1)
-    return [Dispatch(spec("rope_table", env, threads=threads), grid, args)]
+    return [GpuLaunch(spec("rope_table", env, threads=threads), grid, args)]
 
 
 def _turns(frequencies: Const) -> Const:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jitllm.kernels.gpu import Bucket, Dispatch, GpuEnv, float_bits, spec, threads_for
+from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, float_bits, spec, threads_for
 from jitllm.kernels.route import LEAST_SUM, Route
 
 
-def dispatches(op: Route, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Route, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: logits, ids, routed, bias, bytes between rows (logits, ids, routed), the scale's
     f32 bits."""
     experts = op.logits.width
@@ -33,4 +33,4 @@ def dispatches(op: Route, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         op.routed.stride_bytes,
         float_bits(op.scale),
     )
-    return [Dispatch(kernel, (bucket.tokens, 1, 1), args)]
+    return [GpuLaunch(kernel, (bucket.tokens, 1, 1), args)]

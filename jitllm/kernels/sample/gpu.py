@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jitllm.kernels.gpu import MAX_THREADS, Bucket, Dispatch, GpuEnv, spec, threads_for
+from jitllm.kernels.gpu import MAX_THREADS, Bucket, GpuEnv, GpuLaunch, spec, threads_for
 from jitllm.kernels.sample import Sample
 
 
-def dispatches(op: Sample, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
+def launches(op: Sample, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: logits, bytes between rows, ids, scratch, bytes between its rows."""
     args = (
         env.buffer(op.logits),
@@ -16,4 +16,4 @@ def dispatches(op: Sample, env: GpuEnv, bucket: Bucket) -> list[Dispatch]:
         op.scratch.stride_bytes,
     )
     kernel = spec("sample", env, threads=threads_for(MAX_THREADS, env))
-    return [Dispatch(kernel, (bucket.outputs, 1, 1), args)]
+    return [GpuLaunch(kernel, (bucket.outputs, 1, 1), args)]
