@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from actors.actor import Ref
 from actors.beside import beside
 from actors.mailbox import Lost, Stopped
 from actors.messages import Pack, Parcel, Piece, Reserve, Restore
@@ -41,7 +42,7 @@ class Parker:
         self._layout = Layout(kv_bytes, PARCEL_BYTES)
         self._folder = folder
         self._parked: dict[int, Parked] = {}
-        self._charged_bytes = 0
+        self._charged: tuple[Ref, int] | None = None  # at which pager, and with what
         self._park_s = self._resume_s = 0.0
         self.totals = ParkTotals()
 
@@ -161,12 +162,16 @@ class Parker:
         num_bytes = self.held_bytes("memory")
         if leaving is not None and leaving.where == "memory":
             num_bytes -= leaving.num_bytes
-        if num_bytes == self._charged_bytes:
+        # A pager without blocks has no room but for what it was charged with before.
+        pager = self._route.sites[self._route.placement.blocks[0]].pager
+        before, self._charged = self._charged, (pager, num_bytes)
+        if before == self._charged or not (num_bytes or (before and before[1])):
             return
-        pager = next(iter(self._route.sites.values())).pager
         with suppress(Stopped):  # then there is no budget either
+            if before is not None and before[0] != pager:
+                await before[0].ask(Reserve(CHARGED_AS, 0, CHARGED_AS))
+        with suppress(Stopped):
             await pager.ask(Reserve(CHARGED_AS, num_bytes, CHARGED_AS))
-            self._charged_bytes = num_bytes
 
     @contextmanager
     def _counting_failures(self) -> Iterator[None]:

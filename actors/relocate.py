@@ -115,8 +115,8 @@ class _Move:
 class Mover:
     """The moves of one model, one at a time.
 
-    block_bytes: what each block's weights take, and the head's besides those that every node has, at
-    the end. kv_bytes: what a position takes in each block. share: largest part of the time that
+    block_bytes: what each block's weights take, and at the end the head's besides those that every
+    node has. kv_bytes: what a position takes in each block. share: largest part of the time that
     copying may take from running replies.
     """
 

@@ -55,7 +55,7 @@ class Streams:
             self.times[index] += [perf_counter()] * len(delta.tokens)
 
     async def until(self, num_tokens: int) -> None:
-        while any(len(times) < num_tokens for times in self.times):
+        while any(len(times) < num_tokens for times in self.times):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     def gaps(self, since_s: float = 0.0) -> list[float]:

@@ -8,17 +8,21 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors.messages import Health, Listed, Neighbour, NodeListed, Working
 from jitllm.api.models import Load
 from jitllm.cli.daemon.main import VERBS, main
 from jitllm.cli.daemon.shelf import Shelf, shares
 from jitllm.config import EngineConfig
+from jitllm.devices.choose import AvailableDevice
 from jitllm.errors import UsageError
+from jitllm.memory.host import HostReport
 from jitllm.remote import base_url, split_address
 from tests.api.fake import FakeEngine, Tokenizer, header
 from tests.cli.fake import VOCAB
@@ -125,6 +129,95 @@ def test_devices_say_why_they_were_not_taken(
     for line, (name, reason) in zip(lines, rows, strict=True):
         assert line.startswith(f"{name} ")
         assert line.endswith(reason)
+
+
+class FakeMember:
+    """Of a cluster of two nodes, on which somebody else has a model too."""
+
+    name, node_id, is_in_reach = "here:1:aa", "a", True
+
+    def __init__(self) -> None:
+        self.health = Health()
+        self.drained: dict[str, bool] = {}
+
+    async def nodes(self) -> tuple[NodeListed, ...]:
+        device = AvailableDevice("cpu", 0, num_cores=8, free_bytes=3 << 30)
+        shares = [device, replace(device, ordinal=1, on_request=True)]
+        far = HostReport(8, (), tuple(shares), "a far processor", "avx512")
+        return (NodeListed("here", "a", far), NodeListed("there", "b", far))
+
+    async def models(self) -> tuple[Listed, ...]:
+        nobody: Any = None
+
+        def device(name: str, node: str, node_id: str) -> Neighbour:
+            return Neighbour(name, node, node_id, nobody, nobody)
+
+        ours = (device("cpu:0", "here", "a"), device("there/cpu:1", "there", "b"))
+        theirs = (device("cpu:0", "there", "b"),)
+        found = []
+        for name, member, devices in (("mine", self.name, ours), ("theirs", "there:2:bb", theirs)):
+            working = Working(nobody, devices, nobody, ())
+            found.append(Listed(name, Path("/m.jlm"), member, "ready", "*=cpu:0", working))
+        return (*found, Listed("next", Path("/n.jlm"), "there:2:bb"))
+
+    async def drain(self, name: str, *, is_draining: bool) -> None:
+        self.drained[name] = is_draining
+
+
+async def test_a_server_on_a_cluster_shows_its_nodes_and_the_models_of_others() -> None:
+    member: Any = FakeMember()
+    shelf = Shelf(EngineConfig(threads=1), lambda: nullcontext(print), "auto", member)
+    devices = {device["name"]: device for device in await shelf.devices()}
+    assert {name: device["models"] for name, device in devices.items()} == {
+        "cpu:0": ["mine"],
+        "there/cpu:0": ["theirs"],
+        "there/cpu:1": ["mine"],
+    }
+    far, near = devices["there/cpu:0"], devices["cpu:0"]
+    assert (near["node"], near["cores"], near["declined"]) == ("here", 1, None)
+    assert (far["node"], far["cores"], far["free_bytes"]) == ("there", 8, 3 << 30)
+    assert (far["processor"], far["tier"]) == ("a far processor", "avx512")
+    assert far["declined"] == "not in -devices"
+    models = {model["id"]: model for model in await shelf.cluster()}
+    assert {name: model["is_here"] for name, model in models.items()} == {
+        "mine": True,
+        "theirs": False,
+        "next": False,
+    }
+    assert models["mine"]["devices"] == ["here/cpu:0", "there/cpu:1"]
+    assert (models["next"]["state"], models["next"]["devices"]) == ("loading", [])
+    await shelf.drain("theirs", True)
+    assert member.drained == {"theirs": True}
+
+
+async def test_what_is_wrong_with_a_cluster_is_a_note() -> None:
+    member: Any = FakeMember()
+    shelf = Shelf(EngineConfig(threads=1), lambda: nullcontext(print), "auto", member)
+    assert shelf.notes() == []
+    member.health = Health(("there",))
+    assert shelf.notes() == ["the node there has left the cluster"]
+    member.is_in_reach = False
+    assert shelf.notes()[1:] == [
+        "the manager of the cluster is out of reach: nobody finds our models"
+    ]
+    assert await shelf.cluster() == []  # and what is here goes on
+    assert {device["node"] for device in await shelf.devices()} == {""}
+
+
+def test_all_models_of_a_cluster_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    member: Any = FakeMember()
+    shelf = Shelf(EngineConfig(), lambda: nullcontext(print), "auto", member)
+    found = {"models": [], "cluster": asyncio.run(shelf.cluster())}
+    monkeypatch.setattr("jitllm.cli.daemon.models.Server.get", lambda server, path: found)
+    assert main(["models"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-3:] == [
+        ["mine", "ready", "this", "server", "*=cpu:0"],
+        ["theirs", "ready", "there:2:bb", "*=cpu:0"],
+        ["next", "loading", "there:2:bb"],
+    ]
 
 
 def test_without_its_packages_the_server_names_them(

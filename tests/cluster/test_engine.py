@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from actors.mailbox import Stopped
 from jitllm.compose import Loaded, open_engine
 from jitllm.config import EngineConfig
 from jitllm.engine import Delta, Engine, Finish, Outputs, Request, Sampling
-from jitllm.errors import ContextOverflow, JitllmError, UsageError
+from jitllm.errors import ContextOverflow, PageError, UsageError
+from jitllm.formats.jlm import Container
 from tests.conftest import TinyModel
 from tests.models import native
 from tests.models.native import Reply, opened
@@ -106,15 +108,22 @@ async def test_a_budget_that_is_lowered_is_reached_at_once(
         assert await under_way == expected
 
 
-async def test_refusals_are_those_of_one_process(cluster: Cluster, tiny_model: TinyModel) -> None:
+async def test_refusals_are_those_of_one_process(
+    cluster: Cluster, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     async with on_ray(tiny_model("llama"), ctx_tokens=8) as remote:
         with pytest.raises(ContextOverflow) as caught:
             await native.reply(remote.engine, Request(PROMPT))
         assert caught.value.ctx_tokens == 8
         with pytest.raises(UsageError, match="is not in the vocabulary"):
             await native.reply(remote.engine, Request((1 << 20,)))
-    with pytest.raises(JitllmError, match=r"KV of .* sequences of .* tokens"):
-        async with on_ray(tiny_model("llama"), max_batch=1 << 40):
+    damaged = tmp_path / "damaged.jlm"
+    data = bytearray(tiny_model("llama").read_bytes())
+    with closing(Container.open(tiny_model("llama"))) as container:
+        data[container.header.dense.offset] ^= 0xFF
+    damaged.write_bytes(data)
+    with pytest.raises(PageError, match=re.escape(str(damaged))):
+        async with on_ray(damaged):
             pass
 
 

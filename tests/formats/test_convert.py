@@ -154,7 +154,7 @@ def test_chat_templates_travel(tmp_path: Path) -> None:
 def test_stop_ids_are_added(tiny_gguf: TinyModel, tmp_path: Path) -> None:
     run(tiny_gguf("llama"), tmp_path / "x.jlm", stop_ids=[7, 2])
     assert header_of(tmp_path / "x.jlm").stop_ids == (2, 7)
-    with pytest.raises(UsageError, match="stop id 320 is no token; there are 320 tokens"):
+    with pytest.raises(UsageError, match="stop id 320 is no token; the vocabulary has 320 tokens"):
         run(tiny_gguf("llama"), tmp_path / "y.jlm", stop_ids=[320])
     assert files(tmp_path) == ["x.jlm"]
 

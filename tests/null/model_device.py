@@ -1,9 +1,9 @@
 """A device whose arithmetic is a dictionary: what each position of each page holds.
 
 Ownership and KV pages are the real ones. The content of a position in a block names the block and
-all tokens up to there, because that is what keys and values depend on; memory that was given back holds
-nothing. So a page that is lost, read after its end, or filled with something else is found out by
-the step that looks at it.
+all tokens up to there, because that is what keys and values depend on; memory that was given back
+holds nothing. So a page that is lost, read after its end, or filled with something else is found
+out by the step that looks at it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks move between devices: whatever happens meanwhile, each has one owner, which has its history.
+"""Blocks move between devices: whatever happens, each has one owner, which has its history.
 
 The state machine below is a scheduler and a network in a few lines, around the ownership, the
 watermarks, the placement and the KV pages that are used in earnest.
@@ -7,6 +7,7 @@ watermarks, the placement and the KV pages that are used in earnest.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -279,10 +280,8 @@ class Relocation(RuleBasedStateMachine):
         self.running.append(stream)
 
     def open_at_guest(self, name: str, stream: Stream) -> None:
-        try:
+        with suppress(Lost):  # its move fails then
             self.ask(name, stream.opening)
-        except Lost:
-            pass  # its move fails then
 
     def admit(self, stream: Stream) -> None:
         try:
@@ -482,6 +481,15 @@ class Relocation(RuleBasedStateMachine):
                     self.arrive(self.flight)
                 self.resume()
 
+    @precondition(lambda self: self.flight is not None)
+    @rule(kind=st.sampled_from([Unpack, Hand, Adopt, Abandon]), arrives=st.booleans())
+    def go_on_until(self, kind: type, arrives: bool) -> None:
+        """The next one that is sent is of this kind, if there is one."""
+        while self.flight is not None and not isinstance(self.flight.message, kind):
+            self.go_on(1)
+        if self.flight is not None and arrives and not self.flight.has_arrived:
+            self.arrive(self.flight)
+
     @precondition(lambda self: self.flight is not None and not self.flight.has_arrived)
     @rule()
     def one_arrives(self) -> None:
@@ -516,10 +524,8 @@ class Relocation(RuleBasedStateMachine):
         if not node.sent:
             return
         before = node.device.state
-        try:
+        with suppress(JitllmError):
             node.device.receive(node.sent[which % len(node.sent)])
-        except JitllmError:
-            pass
         assert node.device.state == before, node.sent[which % len(node.sent)]
 
     # --- what holds at every instant -----------------------------------------------------------

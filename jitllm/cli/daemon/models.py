@@ -77,7 +77,9 @@ def models(
         _show(server.get(at("models", model)), json)
     else:
         found = server.get("models")
-        print_json(found) if json else say(_list(found["models"]) + _cluster(found["cluster"]))
+        print_json(found) if json else say(
+            _list(found["models"]) + _cluster(found.get("cluster", []))
+        )
     return 0
 
 

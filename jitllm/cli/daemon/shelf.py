@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jitllm.api.models import Load, Served
 from jitllm.config import EngineConfig
 from jitllm.engine import Pages
-from jitllm.errors import JitllmError, UsageError
+from jitllm.errors import UsageError
 from jitllm.log import logger
 
 if TYPE_CHECKING:
-    from jitllm.compose import Listed, Loaded, Member, NodeListed
+    from jitllm.compose import Loaded, Member
     from jitllm.compose import Progress as Report
-    from jitllm.devices.choose import AvailableDevice
 
     class ShowProgress(Protocol):
         """Makes what shows the progress of one opening."""
@@ -135,49 +134,11 @@ class Shelf:
 
     async def devices(self) -> Sequence[Mapping[str, Any]]:
         """Those of this machine and of other nodes, and why -devices leaves some of them out."""
-        from jitllm.devices.choose import DeclinedDevice, choose_devices, reports
-        from jitllm.devices.grammar import parse_devices
-        from jitllm.jit import threads, tiers
-        from jitllm.memory.host import host_devices
+        from jitllm.cli.daemon.nodes import device_reports
 
-        member = self._in_reach
-        nodes = {node.node_id: node for node in await member.nodes()} if member else {}
-        own = nodes.pop(member.node_id, None) if member else None
-        here = own.name if own else ""
-        others = {node.name: node for node in nodes.values()}
-        available = [
-            *host_devices(self._config.threads or threads.default_threads()),
-            *_devices_of(others.values()),
-        ]
-        try:
-            entries = parse_devices(self._config.devices)
-            _, declined = choose_devices(entries, available, here)
-        except JitllmError as error:  # a list that asks for what there is not takes nothing
-            declined = tuple(DeclinedDevice(device.name, str(error)) for device in available)
-        listed = await member.models() if member else None
-        cpu = tiers.cpu_name(), tiers.choose().name
-        found = []
-        for report, device in zip(reports(available, declined), available, strict=True):
-            node = others.get(device.node, own)
-            processor, tier = cpu
-            if device.node and node and node.host:
-                processor, tier = node.host.processor, node.host.tier
-            if listed is None:
-                models = [] if report["declined"] else list(self._places)
-            else:
-                models = _on(node, device, listed)
-            found.append(
-                report
-                | {
-                    "node": device.node or here,
-                    "processor": processor,
-                    "tier": tier,
-                    "models": models,
-                    "runtime": self._runtime,
-                    "notes": self.notes(),
-                }
-            )
-        return found
+        about = {"runtime": self._runtime, "notes": self.notes()}
+        found = await device_reports(self._config, self._in_reach, list(self._places))
+        return [report | about for report in found]
 
     def notes(self) -> Sequence[str]:
         """What makes replies of some model slower than they could be, and what is wrong with the
@@ -191,24 +152,9 @@ class Shelf:
 
     async def cluster(self) -> Sequence[Mapping[str, Any]]:
         """Models of all members, as far as a manager knows them."""
-        member = self._in_reach
-        if member is None:
-            return []
-        return [
-            {
-                "id": model.name,
-                "path": str(model.path),
-                "state": model.state,
-                "member": model.member,
-                "is_here": model.member == member.name,
-                "placement": model.placement,
-                "devices": [
-                    f"{near.node}/{_bare(near.name)}"
-                    for near in (model.working.devices if model.working else ())
-                ],
-            }
-            for model in await member.models()
-        ]
+        from jitllm.cli.daemon.nodes import model_reports
+
+        return await model_reports(self._in_reach) if self._in_reach else []
 
     async def drain(self, model_id: str, is_draining: bool) -> None:
         """Have a model of any member refuse requests, or take them again."""
@@ -293,29 +239,6 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
     """`total` in proportion to `weights`; never more than `total` in all."""
     whole = sum(weights)
     return [total * weight // whole if whole else 0 for weight in weights]
-
-
-def _on(node: NodeListed | None, device: AvailableDevice, models: Iterable[Listed]) -> list[str]:
-    """Models that may use a device of a node."""
-    place = (node.node_id if node else "", _bare(device.name))
-    return [
-        model.name
-        for model in models
-        if model.working
-        and place in [(near.node_id, _bare(near.name)) for near in model.working.devices]
-    ]
-
-
-def _bare(name: str) -> str:
-    """What a device is called on its own node."""
-    return name.rpartition("/")[2]
-
-
-def _devices_of(nodes: Iterable[NodeListed]) -> Iterable[AvailableDevice]:
-    """What other nodes offer, called as placements have it."""
-    for node in nodes:
-        for device in node.host.devices if node.host else ():
-            yield replace(device, node=node.name)
 
 
 def _prepare(loaded: Loaded) -> None:
