@@ -128,7 +128,7 @@ class Client:
             last_move=scheduler.last_move,
             losses=scheduler.losses,
             recovery_s=scheduler.recovery_s,
-            lost=tuple(name for name in self._sites if name not in uses),
+            lost=tuple(n for n in self._sites if n in scheduler.lost or n not in uses),
             is_draining=scheduler.is_draining,
             parked=scheduler.parked,
             parked_disk_bytes=scheduler.parked_disk_bytes,

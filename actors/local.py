@@ -88,7 +88,7 @@ class Runtime:
         What is queued or waits is answered with `Lost`. What it holds goes as if it was stopped.
         With `restarts` a successor is made from its recipe, and what comes from now on goes there.
         """
-        cell = self._cells.pop(name)
+        cell = self._cells[name]
         recipe = self._recipes.get(name)
         heir = None if recipe is None else cell.heir()
         if heir is not None:

@@ -89,3 +89,11 @@ class Holdings:
         """Of this moment, but for the threads that an event loop keeps for whoever needs one."""
         pool = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
         return Holdings(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - pool)
+
+    async def are_back(self) -> None:
+        """Wait until there is no more than this; a thread that was joined takes a moment to go."""
+        while True:
+            now = Holdings.now()
+            if now.files <= self.files and now.threads <= self.threads:
+                return
+            await asyncio.sleep(0.01)

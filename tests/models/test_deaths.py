@@ -151,7 +151,7 @@ async def test_a_death_changes_no_reply(
         assert stats.recovery_s > 0
         assert not stats.lost
         await everything_works(loaded.engine, expected)
-    assert Holdings.now() == before
+    await before.are_back()
 
 
 MOVE_POINTS = {
@@ -190,7 +190,7 @@ async def test_a_death_in_the_middle_of_a_move_changes_no_reply(
         stats = await engine.stats()
         assert stats.losses == (device == FIRST), "only the source had computed anything"
         await everything_works(engine, expected)
-    assert Holdings.now() == before
+    await before.are_back()
 
 
 async def test_both_devices_die_again_and_again(
@@ -231,7 +231,7 @@ async def test_blocks_of_a_device_that_does_not_come_back_go_to_the_other(
         with pytest.raises(JitllmError, match=device):
             await loaded.engine.move([0], device)
         assert await bits(loaded.engine) == expected
-    assert Holdings.now() == before
+    await before.are_back()
 
 
 @pytest.mark.parametrize("device", NAMES)
