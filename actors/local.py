@@ -39,8 +39,9 @@ class Runtime:
     """
 
     def __init__(self, *, strict: bool = False) -> None:
-        self._carrier = Carrier(self.ref) if strict else None
+        self._carrier = Carrier(self._known) if strict else None
         self._cells: dict[str, _Cell] = {}
+        self._dead: dict[str, LocalRef] = {}
         self._recipes: dict[str, Recipe] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -82,16 +83,22 @@ class Runtime:
         """The ref of the actor that is called `name`; `KeyError` when there is none."""
         return self._cells[name].ref
 
+    def _known(self, name: str) -> LocalRef:
+        """The same, or of one that died: a ref is carried whether or not it is of any use."""
+        return self._cells[name].ref if name in self._cells else self._dead[name]
+
     async def kill(self, name: str) -> None:
         """Have an actor die as if it were a process, for tests; `KeyError` when there is none.
 
         What is queued or waits is answered with `Lost`. What it holds goes as if it was stopped.
         With `restarts` a successor is made from its recipe, and what comes from now on goes there.
         """
-        cell = self._cells[name]
+        cell = self._cells.pop(name)
         recipe = self._recipes.get(name)
         heir = None if recipe is None else cell.heir()
-        if heir is not None:
+        if heir is None:
+            self._dead[name] = cell.ref
+        else:
             self._cells[name] = heir
         await cell.die()
         if heir is not None and recipe is not None and self._cells.get(name) is heir:

@@ -182,7 +182,7 @@ async def test_a_device_that_dies_changes_no_reply(cluster: Cluster, tiny_model:
     async with opened(path) as embedded:
         expected = await bits(embedded.engine)
     async with on_ray(path, maxmem_bytes=1, read_ahead="off") as remote:  # so that it takes a while
-        device = process_of("device:cpu")
+        device = process_of("device:cpu:0")
         replies = [Reply() for _ in REQUESTS]
         has_begun = asyncio.Event()
 
@@ -200,12 +200,12 @@ async def test_a_device_that_dies_changes_no_reply(cluster: Cluster, tiny_model:
         requests = [replace(request, logits=True) for request in REQUESTS]
         await asyncio.gather(kill(), *map(follow, requests, replies))
         assert [reply.bits for reply in replies] == expected
-        assert process_of("device:cpu") != device
+        assert process_of("device:cpu:0") != device
         assert await bits(remote.engine) == expected
         assert (await remote.engine.stats()).running == 0
 
 
-@pytest.mark.parametrize("actor", ["scheduler", "pager"])
+@pytest.mark.parametrize("actor", ["scheduler", "pager:cpu:0"])
 async def test_the_death_of_what_has_no_successor_is_a_clear_error(
     cluster: Cluster, tiny_model: TinyModel, actor: str
 ) -> None:
