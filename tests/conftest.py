@@ -13,9 +13,10 @@ from hypothesis import settings
 settings.register_profile("jitllm", deadline=None)
 settings.load_profile("jitllm")
 
-# A shell that runs the tests in the background lets them inherit that Ctrl-C means nothing, and the
-# programs that tests start would, too.
+# A shell that runs the tests in the background, or nohup, lets them inherit that Ctrl-C or a hangup
+# means nothing, and the programs that tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 DATA = Path(__file__).parent / "data"
 
