@@ -1,0 +1,173 @@
+"""Blocks change processes in the middle of replies, and devices are killed: not a bit changes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cluster import Cluster
+from jitllm.compose import Loaded
+from jitllm.engine import Engine, Moved, Request, Sampling
+from jitllm.errors import JitllmError
+from tests.cluster.mortal import Plan, mortal
+from tests.cluster.test_engine import on_ray
+from tests.conftest import TinyModel
+from tests.models.native import Reply, opened
+
+PROMPT = (1, 259, 75, 260, 269, 270, 271, 300, 12, 13)
+REQUESTS = (
+    Request(PROMPT, max_tokens=90, logits=True),
+    Request(PROMPT[:4], max_tokens=80, sampling=Sampling(temperature=0.8, seed=3), logits=True),
+    Request(PROMPT * 6, max_tokens=40, chunk_tokens=5, logits=True),
+    Request(PROMPT[2:], max_tokens=120),
+)
+FIRST, SECOND = NAMES = ("cpu:0", "cpu:1")
+CHOICES: dict[str, Any] = {
+    "devices": ",".join(NAMES),
+    "page_sizes": ((FIRST, 16), (SECOND, 4)),
+    "threads": 2,
+    "move_share": 0.9,
+}
+Bits = tuple[Any, ...]
+
+
+async def one_reply(engine: Engine, request: Request, seen: asyncio.Event | None = None) -> Bits:
+    """The bits of a reply; raises its error."""
+    whole = Reply()
+    async for delta in engine.generate(request):
+        whole.add(delta)
+        if seen is not None:
+            seen.set()
+    return whole.bits
+
+
+@pytest.fixture
+async def expected(tiny_model: TinyModel) -> list[Bits]:
+    """Of each reply in peace, in one process and on one device."""
+    async with opened(tiny_model("gemma3", "q8_0"), threads=1) as loaded:
+        return [await one_reply(loaded.engine, request) for request in REQUESTS]
+
+
+@asynccontextmanager
+async def replying(engine: Engine, expected: list[Bits]) -> AsyncIterator[None]:
+    """Replies run within it all the time, and every one is what it should be."""
+    is_over = False
+    seen = [asyncio.Event() for _ in REQUESTS]
+
+    async def ask(first: int) -> None:
+        order = range(len(REQUESTS))
+        for number in cycle((*order[first:], *order[:first])):
+            bits = await one_reply(engine, REQUESTS[number], seen[first])
+            assert bits == expected[number], number
+            if is_over:
+                return
+
+    async with asyncio.TaskGroup() as tasks:
+        for first in range(len(REQUESTS)):
+            tasks.create_task(ask(first))
+        await asyncio.gather(*(event.wait() for event in seen))
+        yield
+        is_over = True
+
+
+async def test_a_reply_whose_blocks_move_is_the_same(
+    cluster: Cluster,
+    tiny_model: TinyModel,
+    expected: list[Bits],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All blocks there and back three times, then some of them, with holes."""
+    monkeypatch.setenv("JITLLM_POISON", "1")
+    dice = random.Random(3)
+    async with on_ray(tiny_model("gemma3", "q8_0"), **CHOICES) as loaded:
+        engine = loaded.engine
+        num_blocks = (await engine.stats()).placement.num_blocks
+        done: list[Moved] = []
+        async with replying(engine, expected):
+            for to in (SECOND, FIRST) * 3:
+                done.append(await engine.move(range(num_blocks), to, head=True))
+            for _ in range(8):
+                placement = (await engine.stats()).placement
+                to = dice.choice(NAMES)
+                blocks = [b for b in range(num_blocks) if dice.random() < 0.6]
+                if any(placement.blocks[block] != to for block in blocks):
+                    done.append(await engine.move(blocks, to))
+        stats = await engine.stats()
+        assert (stats.losses, stats.kv_bytes, stats.running) == (0, 0, 0)
+        assert stats.moves == len(done) > 6
+        assert all(moved.bytes_before + moved.bytes_paused > 0 for moved in done)
+
+
+# --- devices that are killed ---------------------------------------------------------------------
+
+SPLIT = "0-2=cpu:0,*=cpu:1"
+POINTS = {
+    "queued": (SPLIT, "device cpu:0|Open|before"),
+    "prompt": (SPLIT, "device cpu:1|Step|before"),
+    "decode": (SPLIT, "device cpu:0|Step|after"),
+    "decode-ahead": ("*=cpu:0", "device cpu:0|Steps|after"),
+    "prepare-room": ("*=cpu:0", "device cpu:1|Prepare|after"),
+    "prepare-source": ("*=cpu:0", "device cpu:0|Pack|before"),
+    "prepare-weights": ("*=cpu:0", "device cpu:1|Bring|before"),
+    "prepare-history": ("*=cpu:0", "device cpu:1|Unpack|after"),
+    "hand-over-source": ("*=cpu:0", "device cpu:0|Hand|after"),
+    "hand-over": ("*=cpu:0", "device cpu:1|Adopt|after"),
+}
+QUICK = ("decode", "prepare-history", "hand-over")
+
+
+async def killed_at(loaded: Loaded, point: str, plan: Plan, expected: list[Bits]) -> None:
+    """A death at a point, which no reply shows; the model goes on."""
+    engine, (placement, message) = loaded.engine, POINTS[point]
+    await engine.place(f"{placement},head={placement[-5:]}")
+    losses = (await engine.stats()).losses
+    if point == "queued":
+        plan.order(message)
+    if point == "decode-ahead":  # which is for those who want no logits
+        plan.order(message)
+        assert await one_reply(engine, REQUESTS[3]) == expected[3]
+    async with replying(engine, expected):
+        if point in ("prompt", "decode"):
+            plan.order(message)
+        elif "-" in point and point != "decode-ahead":
+            plan.order(message)
+            with pytest.raises(JitllmError, match="lost"):
+                await engine.move(range((await engine.stats()).placement.num_blocks), SECOND)
+    assert not plan.is_open, f"nobody died at {point}"
+    stats = await engine.stats()
+    is_guest = message.startswith("device cpu:1") and placement != SPLIT
+    assert stats.losses - losses == (not is_guest), point
+    assert is_guest or stats.recovery_s > 0
+    assert (stats.running, stats.kv_bytes, stats.lost) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(QUICK, id="some"),
+        pytest.param(tuple(POINTS), id="all", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_device_that_is_killed_changes_no_reply(
+    cluster: Cluster,
+    tiny_model: TinyModel,
+    expected: list[Bits],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    points: tuple[str, ...],
+) -> None:
+    plan = Plan(tmp_path / "plan")
+    monkeypatch.setattr("jitllm.compose.DeviceRecipe", mortal(plan))
+    async with on_ray(tiny_model("gemma3", "q8_0"), **CHOICES) as loaded:
+        for point in points:
+            await killed_at(loaded, point, plan, expected)
+        async with replying(loaded.engine, expected):
+            for to in (SECOND, FIRST):
+                await loaded.engine.place(f"*={to},head={to}")
