@@ -52,7 +52,7 @@ def test_one_number_for_each_block_counts_where_all_are_equal() -> None:
         ("rope.scaling.type", 3, "rope.scaling.type is 3, not a word"),
         ("rope.scaling.factor", -1.0, "rope.scaling.factor is -1, not between"),
         ("final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0, which no graph"),
-        ("attention.sliding_window_pattern", [True], "has 1 entries for 3 blocks"),
+        ("attention.sliding_window_pattern", [True], "has 1 entry for 3 blocks"),
     ],
 )
 def test_refusals_name_the_key(key: str, value: object, problem: str) -> None:
