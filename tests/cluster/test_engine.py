@@ -55,6 +55,13 @@ def process_of(actor: str) -> psutil.Process:
     return psutil.Process(ray.get(handle.where.remote()).pid)
 
 
+async def exhaust_and_more(engine: Engine, stream: AsyncIterator[Delta]) -> None:
+    """Read a reply to its end, and others after it: who has begun may need nobody else."""
+    while True:
+        await exhaust(stream)
+        stream = engine.generate(Request(PROMPT[:3], max_tokens=400))
+
+
 async def exhaust(stream: AsyncIterator[Delta]) -> None:
     """Raise the error that a reply ends with."""
     whole = Reply()
@@ -216,6 +223,6 @@ async def test_the_death_of_what_has_no_successor_is_a_clear_error(
         await anext(stream)
         process.kill()
         with pytest.raises(Stopped, match=actor.replace(":", " ", 1)):
-            await exhaust(stream)
+            await exhaust_and_more(remote.engine, stream)
     async with on_ray(path) as remote:
         assert (await native.reply(remote.engine, REQUESTS[0])).finish is Finish.LENGTH
