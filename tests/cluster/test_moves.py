@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,10 +45,9 @@ async def one_reply(engine: Engine, request: Request, seen: asyncio.Event | None
     return whole.bits
 
 
-@pytest.fixture
-async def expected(tiny_model: TinyModel) -> list[Bits]:
-    """Of each reply in peace, in one process and on one device."""
-    async with opened(tiny_model("gemma3", "q8_0"), threads=1) as loaded:
+async def in_peace(path: Path) -> list[Bits]:
+    """Of each reply, in one process and on one device."""
+    async with opened(path, threads=1) as loaded:
         return [await one_reply(loaded.engine, request) for request in REQUESTS]
 
 
@@ -76,12 +76,12 @@ async def replying(engine: Engine, expected: list[Bits]) -> AsyncIterator[None]:
 async def test_a_reply_whose_blocks_move_is_the_same(
     cluster: Cluster,
     tiny_model: TinyModel,
-    expected: list[Bits],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All blocks there and back three times, then some of them, with holes."""
     monkeypatch.setenv("JITLLM_POISON", "1")
     dice = random.Random(3)
+    expected = await in_peace(tiny_model("gemma3", "q8_0"))
     async with on_ray(tiny_model("gemma3", "q8_0"), **CHOICES) as loaded:
         engine = loaded.engine
         num_blocks = (await engine.stats()).placement.num_blocks

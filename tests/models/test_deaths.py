@@ -23,10 +23,10 @@ from tests.models.native import Reply, opened
 
 PROMPT = (1, 259, 75, 260, 269, 270, 271, 300, 12, 13)
 REQUESTS = (
-    Request(PROMPT, max_tokens=60, logits=True),
-    Request(PROMPT[:4], max_tokens=50, sampling=Sampling(temperature=0.8, seed=3), logits=True),
-    Request((*PROMPT, *PROMPT, *PROMPT), max_tokens=40, chunk_tokens=5, logits=True),
-    Request(PROMPT[2:], max_tokens=70),
+    Request(PROMPT, max_tokens=220, logits=True),
+    Request(PROMPT[:4], max_tokens=200, sampling=Sampling(temperature=0.8, seed=3), logits=True),
+    Request((*PROMPT, *PROMPT, *PROMPT), max_tokens=180, chunk_tokens=5, logits=True),
+    Request(PROMPT[2:], max_tokens=240),
 )
 FIRST, SECOND = "cpu:0", "cpu:1"
 NAMES = (FIRST, SECOND)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -562,6 +563,11 @@ class Relocation(RuleBasedStateMachine):
                 live = {stream.id for stream in self.running}
                 assert node.device.seats.keys() <= live, (name, node.device.seats.keys())
 
+    def check_all(self) -> None:
+        self.no_block_has_two_owners()
+        self.the_owner_has_all_that_was_computed()
+        self.nothing_is_where_it_should_not_be()
+
     def teardown(self) -> None:
         """Nothing is left that a move would stumble over."""
         self.is_locked = False
@@ -603,6 +609,29 @@ def leaving_of(base: Placement, target: Placement) -> dict[str, tuple[int, ...]]
         if old != new:
             leaving.setdefault(old, []).append(block)
     return {name: tuple(blocks) for name, blocks in leaving.items()}
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies", "refuses"])
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("kind", [Prepare, Open, Missing, Pack, Unpack, Hand, Adopt, Drop])
+def test_what_holds_at_every_instant_after_a_failure(kind: type, arrives: bool, how: str) -> None:
+    """The same as below, at each message once."""
+    scene = Relocation()
+    scene.begin(["a", "a", "c", "c"])
+    for tokens in ([0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0]):
+        scene.submit(tokens, True)
+    scene.step([0, 1], 2)
+    scene.ask_for_a_move({0, 1, 2, HEAD}, "b")
+    scene.go_on_until(kind, arrives)
+    assert scene.flight is not None
+    scene.who_was_asked_fails(how)
+    while scene.flight is not None:
+        if not scene.flight.has_arrived:
+            scene.arrive(scene.flight)
+        scene.check_all()
+        scene.resume()
+        scene.check_all()
+    scene.teardown()
 
 
 TestRelocation = Relocation.TestCase
