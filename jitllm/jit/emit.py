@@ -350,6 +350,15 @@ class Kernel:
         mask = ir.Constant(vec(i32, lanes), [ir.Constant(i32, 0)] * lanes)
         return Value(self, self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), mask))
 
+    def opaque(self, integer: Value) -> Value:
+        """The same i64, of whose origin LLVM knows nothing: it is kept rather than computed again.
+
+        Addresses of rows that lie evenly apart would else be a chain of additions, one for every
+        use: the longest way through a matrix product.
+        """
+        kind = ir.FunctionType(i64, [i64])
+        return Value(self, self.b.asm(kind, "", "=r,0", [integer.ir], side_effect=False))
+
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Lanes of the concatenation of `a` and `b`."""
         mask = ir.Constant(vec(i32, len(lanes)), [ir.Constant(i32, n) for n in lanes])
@@ -377,6 +386,11 @@ class Kernel:
     def store(self, value: Value, address: Value, *, align: int = 1) -> None:
         """Write a scalar or vector."""
         self.b.store(value.ir, self._pointer(address), align=align)
+
+    def prefetch(self, address: Value) -> None:
+        """Have the cache line of an address fetched. Any address will do: it is only a hint."""
+        hint = (self.const(n, i32) for n in (0, 3, 1))  # to be read, into every level, data
+        self.intrinsic("llvm.prefetch.p0", self.pointer(address), *hint)
 
     def load_part(self, address: Value, count: Value) -> Value:
         """`count` (i64, 0..16) f32 lanes at an address; the lanes beyond are zero and not read."""

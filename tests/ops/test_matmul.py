@@ -164,10 +164,22 @@ def test_a_row_does_not_depend_on_its_company(format: FormatCode, tier: Tier) ->
     data = data_of(case)
     together = run(case, tier, data=data)
     assert data.add is not None
-    for start, stop in ((0, 1), (3, 5), (20, 23), (57, 71)):
+    for start, stop in ((0, 1), (3, 5), (20, 23), (30, 35), (40, 47), (57, 71)):
         part = replace(data, src=data.src[start:stop], add=data.add[start:stop])
         alone = run(replace(case, tokens=stop - start), tier, data=part)
         assert (alone.view(np.int32) == together[start:stop].view(np.int32)).all()
+
+
+@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("tokens", range(1, 19))
+def test_any_number_of_rows_gives_the_same_bits(tokens: int, tier: Tier) -> None:
+    """However they are cut into blocks, the last of which may lack a row."""
+    most = Case(FormatCode.Q4_K, 23, 256, 18, bias=True, add="residual")
+    data = data_of(most)
+    assert data.add is not None
+    part = replace(data, src=data.src[:tokens], add=data.add[:tokens])
+    got = run(replace(most, tokens=tokens), tier, data=part)
+    assert (got.view(np.int32) == run(most, tier, data=data)[:tokens].view(np.int32)).all()
 
 
 @pytest.mark.parametrize("tier", HERE)

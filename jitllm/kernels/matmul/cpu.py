@@ -2,7 +2,8 @@
 
 A work item is one tile of 16 weight rows against one panel of activations. The panel is taken in
 blocks of 8, 4, 2 or 1 rows: a block unpacks each word of weights once and keeps one accumulator a
-row, so a row meets the same arithmetic in every block size. Knows no model and no thread.
+row, so a row meets the same arithmetic in every block size. While a tile is multiplied, the one
+after it is fetched: memory and arithmetic overlap. Knows no model and no thread.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ bits of the scale."""
 
 _OPERANDS = GROUP // 4
 """Vectors of 16 x 4 weights in a group."""
+
+_LINE_BYTES = 64
+
+_AHEAD_BYTES = 16 << 10
+"""How far ahead weights are fetched, at most. Out of memory and with 8 rows, 1 KB gives 1.3 to 1.5
+times the rate at which the processor fetches by itself, 4 KB 1.7 to 2.6 times, 16 KB 2.2 to 3.7
+times, and more gives no more; it would be lost where caches are small."""
 
 Step = Callable[[Value, Sequence[Value], Sequence[Var]], None]
 """Emits one group: (address of its weights, addresses of its activations, accumulators)."""
@@ -112,12 +120,16 @@ class Product:
         sums of rows [row, row + size).
         """
         k, row, size = self.k, self._row, self._size
+        distance = k.min(self.tile_bytes, k.const(_AHEAD_BYTES))
         row.set(start)
 
         def block(num_rows: int) -> None:
-            sources = [source(row.get() + r) for r in range(num_rows)]
-            _block(k, self.fmt, weights, self.groups, sources, self.sums)
-            size.set(num_rows)
+            ahead = None if num_rows == 1 and _is_plain(self.fmt) else distance
+            # A row that is missing is the one before it again, and nobody reads its sums.
+            rows = [k.min(row.get() + r, stop - 1) for r in range(num_rows)]
+            sources = [k.opaque(source(r)) for r in rows]
+            _block(k, self.fmt, weights, ahead, self.groups, sources, self.sums)
+            size.set(k.min(stop - row.get(), k.const(num_rows)))
 
         with k.while_(lambda: row.get() < stop):
             _first_that_fits(k, stop - row.get(), block_sizes(k), block)
@@ -134,12 +146,13 @@ def block_sizes(k: Kernel) -> tuple[int, ...]:
 def _first_that_fits(
     k: Kernel, left: Value, sizes: Sequence[int], body: Callable[[int], None]
 ) -> None:
-    """Run the body for the first of `sizes` that is at most `left`; the last one always fits."""
+    """Run the body for the first of `sizes`, most first, that `left` rows fill, or fill but for one
+    row of many: that costs less than another block. The last one always fits."""
     n, *smaller = sizes
     if not smaller:
         body(n)
         return
-    with k.if_else(left >= n) as (fits, does_not):
+    with k.if_else(left >= n - (n > 2)) as (fits, does_not):
         with fits:
             body(n)
         with does_not:
@@ -153,17 +166,28 @@ def _tile_bytes(fmt: Format, groups: Value) -> Value:
 
 
 def _block(
-    k: Kernel, fmt: Format, weights: Value, groups: Value, sources: Sequence[Value], sums: Value
+    k: Kernel,
+    fmt: Format,
+    weights: Value,
+    ahead: Value | None,
+    groups: Value,
+    sources: Sequence[Value],
+    sums: Value,
 ) -> None:
-    """The dot products of one tile with some activation rows, into `sums`: f32 [rows, 16]."""
+    """The dot products of one tile with some activation rows, into `sums`: f32 [rows, 16].
+
+    ahead: how many bytes after the weights in use others are fetched; None for no such thing.
+    """
     acc = [k.var(k.const(0.0, f32v)) for _ in sources]
     if fmt.super_cols:
-        _super_groups(k, fmt, weights, groups, sources, acc)
+        _super_groups(k, fmt, weights, ahead, groups, sources, acc)
     else:
         step = _quantized(k, fmt, None, None) if fmt.is_quantized else _floats(k, fmt)
         source_bytes = ACT_RECORD_BYTES if fmt.is_quantized else GROUP * 4
         with k.loop(0, groups) as g:
-            step(weights + g * fmt.group_bytes, [s + g * source_bytes for s in sources], acc)
+            group = weights + g * fmt.group_bytes
+            _fetch(k, fmt, group, ahead)
+            step(group, [s + g * source_bytes for s in sources], acc)
     for r, total in enumerate(acc):
         k.store(total.get(), sums + r * WORD_ROW_BYTES, align=64)
 
@@ -172,6 +196,7 @@ def _super_groups(
     k: Kernel,
     fmt: Format,
     weights: Value,
+    ahead: Value | None,
     groups: Value,
     sources: Sequence[Value],
     acc: Sequence[Var],
@@ -185,7 +210,22 @@ def _super_groups(
         first = head + fmt.super_header_bytes
         with k.loop(0, per_super) as g:
             record = (s * per_super + g) * ACT_RECORD_BYTES
-            step(first + g * fmt.group_bytes, [source + record for source in sources], acc)
+            group = first + g * fmt.group_bytes
+            _fetch(k, fmt, group, ahead)
+            step(group, [source + record for source in sources], acc)
+
+
+def _fetch(k: Kernel, fmt: Format, group: Value, ahead: Value | None) -> None:
+    """Fetch as many lines as the group at an address has, so many bytes after it."""
+    if ahead is not None:
+        for offset in range(0, fmt.group_bytes, _LINE_BYTES):
+            k.prefetch(group + ahead + offset)
+
+
+def _is_plain(fmt: Format) -> bool:
+    """Words are multiplied as they are read. One row then only waits for memory, and what the
+    processor fetches by itself is enough: asking for more costs 4 % of Q8_0 and 8 % of F32."""
+    return fmt.bits == 8 or fmt.float_bytes == 4
 
 
 def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> Step:
@@ -206,8 +246,10 @@ def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> 
         # -bias * sum(a): the dot product of unsigned integers then comes out as of (q - bias).
         if not fmt.bias:
             return k.const(0, i32v)
-        negative = k.load(record + negative_at[half], i32)
-        return k.splat(negative << (fmt.bias.bit_length() - 1))
+        negative, shift = k.load(record + negative_at[half], i32), fmt.bias.bit_length() - 1
+        # With one of them a record, a scalar shift spares a vector load; with two, registers for
+        # scalars are what is short (5 % of Q6_K).
+        return k.splat(negative << shift) if halves == 1 else k.splat(negative) << shift
 
     def step(weights: Value, records: Sequence[Value], acc: Sequence[Var]) -> None:
         operand = _unpacker(k, fmt, weights)
