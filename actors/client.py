@@ -5,7 +5,7 @@ A reply is followed: one message goes, and a delta comes back for each step.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -65,9 +65,10 @@ class Client:
         """Change the host budget between two tokens; returns what was reached."""
         await self._scheduler.ask(Rebudget(budget_bytes))
         reached = await self._uses()
-        for name, (pager, _) in reached.items():
-            await _asked(self._sites[name].device, Shrink(pager.spare_bytes))
-        return _pages([pager for pager, _ in reached.values()])
+        for name, (pager, device) in reached.items():
+            if device.memory is None:
+                await _asked(self._sites[name].device, Shrink(pager.spare_bytes))
+        return _pages(reached.values())
 
     async def move(
         self, blocks: Iterable[int], to: str, *, head: bool = False, is_live: bool = True
@@ -106,7 +107,7 @@ class Client:
         uses = await self._uses()
         devices = [device for _, device in uses.values()]
         return EngineStats(
-            pages=_pages([pager for pager, _ in uses.values()]),
+            pages=_pages(uses.values()),
             running=scheduler.running,
             waiting=scheduler.waiting,
             steps=scheduler.steps,
@@ -164,6 +165,7 @@ async def _asked(actor: Ref, message: Message[R]) -> R:
 def _use(
     name: str, node: str, placement: Placement, pager: PagerStats, device: DeviceStats
 ) -> DeviceUse:
+    held = device.memory
     return DeviceUse(
         name=name,
         node=node,
@@ -171,26 +173,30 @@ def _use(
         tier=device.tier,
         blocks=len(placement.blocks_on(name)),
         has_head=placement.head == name,
-        placed=pager.placed,
-        placed_bytes=pager.placed_bytes,
-        resident=pager.resident,
-        frames=min(pager.frames, pager.placed),
+        placed=held.blocks if held else pager.placed,
+        placed_bytes=held.weight_bytes if held else pager.placed_bytes,
+        resident=held.blocks if held else pager.resident,
+        frames=held.blocks if held else min(pager.frames, pager.placed),
         page_tokens=device.page_tokens,
         kv_pages=device.kv_pages,
         kv_bytes=device.kv_bytes,
         kv_idle_bytes=device.kv_idle_bytes,
         scratch_bytes=device.scratch_bytes,
-        budget_bytes=pager.budget_bytes,
-        fixed_bytes=pager.fixed_bytes,
+        budget_bytes=held.budget_bytes if held else pager.budget_bytes,
+        fixed_bytes=device.scratch_bytes if held else pager.fixed_bytes,
+        allocated_bytes=held.allocated_bytes if held else 0,
     )
 
 
-def _pages(all_of: Sequence[PagerStats]) -> Pages:
-    """What the pagers of a model hold and did, together."""
+def _pages(uses: Collection[tuple[PagerStats, DeviceStats]]) -> Pages:
+    """What the pagers of a model hold and did, together; devices with memory of their own have
+    blocks too."""
+    all_of = [pager for pager, _ in uses]
+    elsewhere = sum(device.memory.blocks for _, device in uses if device.memory)
     return Pages(
         blocks=all_of[0].blocks,
-        resident=sum(pager.resident for pager in all_of),
-        frames=sum(min(pager.frames, pager.placed) for pager in all_of),
+        resident=sum(pager.resident for pager in all_of) + elsewhere,
+        frames=sum(min(pager.frames, pager.placed) for pager in all_of) + elsewhere,
         page_ins=sum(pager.page_ins for pager in all_of),
         evictions=sum(pager.evictions for pager in all_of),
         bytes_read=sum(pager.bytes_read for pager in all_of),

@@ -1,8 +1,8 @@
-"""A CPU device: KV pages, scratch and compiled programs of one model's blocks.
+"""A device: KV pages, scratch and compiled programs of one model's blocks.
 
-Computes straight from its pager's frames: a lease pins the blocks of a run while they compute.
-Knows spans, pages, launches, and which blocks are its own. Decides nothing about who runs, and
-where blocks are.
+What computes is its runner (`jitllm.devices.runner`), a CPU or a GPU; how weights get there is its
+supply's to say (`actors.supply`). Knows spans, pages, and which blocks are its own. Decides nothing
+about who runs, and where blocks are.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import mmap
 from array import array
+from collections.abc import Awaitable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from ctypes import addressof, create_string_buffer, memmove, string_at
+from ctypes import addressof, create_string_buffer, string_at
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import assert_never
+from typing import TypeVar, assert_never
 
-from actors.actor import Actor, Ref
+from actors.actor import Actor
 from actors.mailbox import Lost
 from actors.messages import (
     Abandon,
-    Acquire,
     Adopt,
     Bring,
     Brought,
@@ -34,23 +34,17 @@ from actors.messages import (
     DeviceStats,
     DeviceStatsRequest,
     Drop,
-    Fetch,
-    Fetched,
-    Forget,
     Hand,
-    Lease,
     Missing,
     Open,
     Opened,
     Own,
     Pack,
     Parcel,
-    Place,
+    Piece,
     Prepare,
     Recall,
     Refused,
-    Release,
-    Reserve,
     Reserved,
     Restore,
     Shrink,
@@ -62,12 +56,12 @@ from actors.messages import (
     Unpacked,
 )
 from actors.parts import Parts
+from actors.supply import Supply
 from jitllm.devices import memory
-from jitllm.devices.host import HostProgram
+from jitllm.devices.runner import Runner, SeatMemory
 from jitllm.engine import MAX_TOP_LOGPROBS, Logits, Sampling, TopLogprobs
-from jitllm.errors import JitllmError, OverBudget
-from jitllm.jit.copy import Copier
-from jitllm.kernels.op import Buffer, Ctx
+from jitllm.errors import JitllmError, OverBudget, PlacementError
+from jitllm.kernels.op import Buffer
 from jitllm.kernels.sample import (
     PAIR_BYTES,
     RECORD_BYTES,
@@ -80,10 +74,14 @@ from jitllm.memory import prefix
 from jitllm.memory.history import History
 from jitllm.memory.ownership import Ownership, Stale
 from jitllm.memory.pages import KvPages
+from jitllm.schedule.placement import shown_blocks
 from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
 from jitllm.schedule.step import Span, SpanOutputs, SpanResult, following
+from jitllm.units import format_size
 
-_TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
+R = TypeVar("R")
+
+TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 """Room for the likeliest tokens of one output."""
 
 
@@ -91,15 +89,14 @@ _TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 class _Seat:
     """What the device keeps of a sequence: its history for penalties, and the room promised.
 
-    biases: the pairs of `sampling.logit_bias` as the kernel reads them. num_published: page sets
+    memory: its ids and biases as the kernel reads them. num_published: page sets
     that others may share, and digest: the name of the last of them. shares: whether it takes part.
     """
 
     sampling: Sampling
     logprobs: bool
     top_logprobs: int
-    biases: array[int]
-    history: array[int]
+    memory: SeatMemory
     max_tokens: int
     promised_tokens: int
     shares: bool
@@ -125,50 +122,49 @@ class _Flight:
     landing: Future[None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What there is no memory for, now or once promises are kept."""
+
+    missing_bytes: int
+    over_budget_bytes: int
+
+
 # Whose the memory of a step is (tokens, positions, sampling records, histories)
 #   a flight    the compute thread's, from `_take_off` to its landing
 #   no flight   the handler's: what touches pages, seats or the lease halts the flight before
 
 
 class Device(Actor):
-    """One CPU device, with any of a model's blocks.
+    """One device, with any of a model's blocks.
 
-    pager: whose frames the blocks lie in. hidden, logits: what goes in and out of the blocks.
-    outbox: memory that others read what is handed to them from. keeps_dense: its pager has the
-    dense region, for all devices of the node. compiled_kernels, compile_s: what
-    making the program took. owned: what ends with the device.
+    hidden, logits: what goes in and out of the blocks. outbox: memory that others read what is
+    handed to them from. compiled_kernels, compile_s: what making the program took. owned: what ends
+    with the device.
     """
 
     def __init__(
         self,
-        program: HostProgram,
+        runner: Runner,
         pages: KvPages,
         history: History,
-        copier: Copier,
-        pager: Ref,
+        supply: Supply,
         outbox: memory.Span,
         *,
-        keeps_dense: bool,
         hidden: Buffer,
         logits: Buffer,
-        tier: str,
-        threads: int,
         context_tokens: int,
         compiled_kernels: int,
         compile_s: float,
         owned: ExitStack,
     ) -> None:
-        self._program = program
+        self._runner = runner
         self._pages = pages
         self._history = history
-        self._copier = copier
-        self._pager = pager
+        self._supply = supply
         self._outbox = outbox
-        self._keeps_dense = keeps_dense
         self._hidden = hidden
         self._logits = logits
-        self._tier = tier
-        self._threads = threads
         self._context_tokens = context_tokens
         self._compiled_kernels = compiled_kernels
         self._compile_s = compile_s
@@ -177,28 +173,42 @@ class Device(Actor):
         self._attached: dict[memory.Handle, int] = {}
         self._ownership = Ownership()
         self._seats: dict[int, _Seat] = {}
-        self._leases: dict[int, Lease] = {}
-        self._sampling = array("B", bytes(RECORD_BYTES * program.limits.outputs))
-        self._tops = array("B", bytes(_TOP_BYTES * program.limits.outputs))
-        self._program.step.set(Ctx.SAMPLING, self._sampling.buffer_info()[0])
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
         self._flight: _Flight | None = None
+        self._problem = ""
 
     async def on_start(self) -> None:
         """Scratch is charged to the host's budget, in place of what a predecessor held."""
-        await self._pager.ask(Forget(self.context.me))
-        num_bytes = self._program.scratch_bytes + self._outbox.num_bytes
-        await self._pager.ask(Reserve("scratch", num_bytes, self._name))
+        num_bytes = self._runner.host_bytes + self._outbox.num_bytes
+        await self._supply.begin(self.context.me, num_bytes)
 
     async def on_stop(self) -> None:
         """Give threads and memory back."""
         self._cut()
         self._compute.shutdown()
-        self._program.close()
+        self._runner.close()
         self._owned.close()
 
     async def receive(self, message: DeviceMessage) -> object:
         """Handle one message."""
+        return await self._guarded(self._receive(message))
+
+    async def _guarded(self, work: Awaitable[R]) -> R:
+        """Do it; hardware that is gone takes everything here with it, and stays so."""
+        try:
+            return await work
+        except JitllmError as error:
+            if not self._runner.is_lost(error):
+                raise
+            raise self._break(error) from error
+
+    def _break(self, error: Exception) -> Lost:
+        self._problem = str(error)
+        return Lost(self._name, self._problem)
+
+    async def _receive(self, message: DeviceMessage) -> object:
+        if self._problem:
+            raise Lost(self._name, self._problem)
         match message:
             case Step():
                 return await self._step(message)
@@ -209,12 +219,13 @@ class Device(Actor):
             case Prepare():
                 return await self._prepare(message)
             case Bring():
-                return self.context.later(self._bring(message), f"bring {message.block}")
+                work = self._guarded(self._bring(message))
+                return self.context.later(work, f"bring {message.block}")
             case Missing():
                 is_here = message.sequence in self._seats
                 return self._pages.missing(message.sequence) if is_here else 0
             case Pack():
-                return self._pack(message)
+                return await self._pack(message)
             case Unpack():
                 return await self._unpack(message.parcel)
             case Restore():
@@ -234,7 +245,7 @@ class Device(Actor):
                 await self._close(message.sequence)
             case Recall():
                 await self._halt()
-                await self._let_go()
+                await self._supply.let_go()
             case Shrink():
                 await self._halt()
                 self._pages.shrink(message.max_bytes)
@@ -257,12 +268,13 @@ class Device(Actor):
             kv_pages=self._pages.num_held,
             kv_idle_bytes=self._pages.idle_bytes,
             page_tokens=self._pages.page_tokens,
-            scratch_bytes=self._program.scratch_bytes,
-            threads=self._threads,
-            tier=self._tier,
+            scratch_bytes=self._runner.scratch_bytes,
+            threads=self._runner.threads,
+            tier=self._runner.kind,
             context_tokens=self._context_tokens,
             compiled_kernels=self._compiled_kernels,
             compile_s=self._compile_s,
+            memory=self._supply.memory(),
         )
 
     @property
@@ -282,14 +294,22 @@ class Device(Actor):
         await self._close(message.sequence)
         wanted = prefix.reusable(message.tokens, self._pages.page_tokens)
         wanted = wanted[: message.max_cached // self._pages.page_tokens]
-        num_cached = self._pages.open(message.sequence, message.max_tokens, wanted)
+        try:
+            seat_memory = self._seat_memory(message)
+            with ExitStack() as undone:
+                undone.callback(seat_memory.close)
+                num_cached = self._pages.open(message.sequence, message.max_tokens, wanted)
+                undone.pop_all()
+        except OverBudget as error:
+            if message.must_fit:
+                raise
+            return Refused(error.needed_bytes, error.budget_bytes)
         num_published = num_cached // self._pages.page_tokens
         seat = self._seats[message.sequence] = _Seat(
             message.sampling,
             message.logprobs,
             message.top_logprobs,
-            array("B", pack_pairs(message.sampling.logit_bias)),
-            array("i", bytes(4 * message.max_tokens)),
+            seat_memory,
             message.max_tokens,
             message.promised_tokens,
             bool(message.tokens),
@@ -297,7 +317,7 @@ class Device(Actor):
             wanted[num_published - 1] if num_published else b"",
             message.stop_ids,
         )
-        seat.history[:num_cached] = array("i", message.tokens[:num_cached])
+        seat.memory.write(0, array("i", message.tokens[:num_cached]))
         reserved = await self._charge()
         if reserved.over_budget_bytes and not message.must_fit:
             need = self._pages.set_bytes * self._pages.num_sets(message.promised_tokens)
@@ -308,12 +328,26 @@ class Device(Actor):
     async def _close(self, sequence: int) -> None:
         """Free what a sequence holds; closing one twice does nothing."""
         await self._halt()
-        if self._seats.pop(sequence, None) is not None:
-            self._pages.close(sequence)
+        if sequence in self._seats:
+            self._unseat(sequence)
             await self._charge()
 
+    def _unseat(self, sequence: int) -> None:
+        self._seats.pop(sequence).memory.close()
+        self._pages.close(sequence)
+
+    def _seat_memory(self, message: Open) -> SeatMemory:
+        sampling = message.sampling
+        penalises = (
+            sampling.repeat_penalty != 1
+            or sampling.frequency_penalty != 0
+            or sampling.presence_penalty != 0
+        )
+        biases = pack_pairs(sampling.logit_bias)
+        return self._runner.seat(message.max_tokens, biases, reads_history=penalises)
+
     async def _charge(self) -> Reserved:
-        """Tell the pager what KV takes, and give up what was only kept where there is no room.
+        """Tell the supply what KV takes, and give up what was only kept where there is no room.
 
         What sequences hold counts once, however many share it, and so does what they were promised
         and have not taken yet.
@@ -323,9 +357,7 @@ class Device(Actor):
             max(pages.num_sets(seat.promised_tokens) - pages.num_taken(sequence), 0)
             for sequence, seat in self._seats.items()
         )
-        num_bytes = pages.held_bytes + promised * pages.set_bytes
-        await self._let_go()
-        reserved: Reserved = await self._pager.ask(Reserve("kv", num_bytes, self._name))
+        reserved = await self._supply.charge(pages.held_bytes + promised * pages.set_bytes)
         pages.shrink(reserved.spare_bytes)
         return reserved
 
@@ -346,7 +378,7 @@ class Device(Actor):
         """What a span filled may be shared from now on: nobody writes to a full page again."""
         seat, size = self._seats[span.sequence], self._pages.page_tokens
         while seat.shares and (stop := (seat.num_published + 1) * size) <= span.stop:
-            seat.digest = prefix.extend(seat.digest, seat.history[stop - size : stop])
+            seat.digest = prefix.extend(seat.digest, seat.memory.history[stop - size : stop])
             self._pages.publish(span.sequence, seat.num_published, seat.digest)
             seat.num_published += 1
 
@@ -389,20 +421,20 @@ class Device(Actor):
     @property
     def _head(self) -> int:
         """The number that stands for the output head."""
-        return self._program.num_blocks
+        return self._runner.num_blocks
 
     def _take_hidden(self, hidden: Carried) -> None:
         """Begin with what the leg before ended with."""
-        address = self._program.buffer(self._hidden)
         if isinstance(hidden, bytes):
-            memmove(address, hidden, len(hidden))
+            arrived = create_string_buffer(hidden, len(hidden))
+            self._runner.take_hidden(addressof(arrived), len(hidden))
         else:
-            memmove(address, self._address(hidden), hidden.num_bytes)
+            self._runner.take_hidden(self._address(hidden), hidden.num_bytes)
 
     def _hand_hidden(self, message: Step) -> Carried:
         """What the next leg begins with."""
         num_bytes = self._hidden.stride_bytes * sum(len(span.tokens) for span in message.spans)
-        memmove(self._outbox.address, self._program.buffer(self._hidden), num_bytes)
+        self._runner.hand_hidden(self._outbox.address, num_bytes)
         return self._carried(0, num_bytes, inline=message.inline)
 
     def _carried(self, offset: int, num_bytes: int, *, inline: bool) -> Carried:
@@ -422,8 +454,8 @@ class Device(Actor):
         return self._attached[piece.handle] + piece.offset
 
     def _describe(self, spans: tuple[Span, ...]) -> None:
-        """Write the step into native memory: per token, per row, per output."""
-        step = self._program.step
+        """Write the step down for kernels: per token, per row, per output."""
+        step = self._runner.step
         token = output = 0
         for row, span in enumerate(spans):
             count, stop = len(span.tokens), token + len(span.tokens)
@@ -433,7 +465,7 @@ class Device(Actor):
             step.row_of[token:stop] = array("i", [row]) * count
             step.tables[row] = self._pages.table_address(span.sequence)
             seat = self._seats[span.sequence]
-            seat.history[span.start : span.stop] = ids
+            seat.memory.write(span.start, ids)
             first = token if span.outputs is SpanOutputs.ALL else stop - 1
             num = span.num_outputs
             step.outputs[output : output + num] = array("i", range(first, first + num))
@@ -462,27 +494,27 @@ class Device(Actor):
                 target=target,
                 want_logprob=seat.logprobs,
             )
-            history = seat.history.buffer_info()[0] + 4 * (position + 1 - window)
             record = settings.pack(
-                history,
+                seat.memory.history_at(position + 1 - window),
                 window,
-                bias=seat.biases.buffer_info()[0],
+                bias=seat.memory.biases,
                 num_bias=len(sampling.logit_bias),
-                top=self._tops.buffer_info()[0] + _TOP_BYTES * (output + index),
+                top=self._runner.top_at(output + index),
                 num_top=seat.num_top(span),
             )
             start = RECORD_BYTES * (output + index)
-            self._sampling[start : start + RECORD_BYTES] = array("B", record)
+            self._runner.records[start : start + RECORD_BYTES] = record
 
     async def _run(self, message: Step) -> None:
         """The blocks of a leg in order, as long a run at a time as is resident."""
         loop = asyncio.get_running_loop()
         start, is_first = message.start, True
         while is_first or start < message.stop:
-            lease = await self._acquire(start, message.stop) if start < message.stop else None
+            is_any = start < message.stop
+            lease = await self._supply.acquire(start, message.stop) if is_any else None
             stop = start if lease is None else min(lease.stop, message.stop)
             work = partial(
-                self._program.run,
+                self._runner.run,
                 start,
                 stop,
                 embeds=is_first and message.hidden is None,
@@ -492,27 +524,14 @@ class Device(Actor):
             try:
                 await loop.run_in_executor(self._compute, work)
             finally:
-                if lease is not None and not lease.is_standing:
-                    await self._pager.tell(Release(lease))
+                if lease is not None:
+                    await self._supply.release(lease)
             start, is_first = stop, False
-
-    async def _acquire(self, start: int, stop: int) -> Lease:
-        """A lease of block `start` and what follows; one that may be kept is."""
-        kept = self._leases.get(start)
-        if kept is not None and kept.stop >= stop:
-            return kept
-        await self._let_go()
-        lease: Lease = await self._pager.ask(Acquire(start, stop, self._name))
-        if lease.is_standing:
-            self._leases[start] = lease
-        return lease
 
     @property
     def _is_alone(self) -> bool:
         """Whether the whole model is here, and may stay for any number of steps."""
-        lease = self._leases.get(0)
-        is_whole = lease is not None and lease.stop == self._program.num_blocks
-        return is_whole and self._head in self._ownership.owned
+        return self._supply.has_all(self._head) and self._head in self._ownership.owned
 
     # --- steps without a message for each ----------------------------------------------------
 
@@ -543,7 +562,7 @@ class Device(Actor):
         """In the compute thread: step after step, until there is a reason to ask."""
         try:
             while spans:
-                self._program.run(0, self._head, embeds=True, begins=True, ends=True)
+                self._runner.run(0, self._head, embeds=True, begins=True, ends=True)
                 done = StepDone(step_id, self._results(spans), ())
                 following = self._following(spans, done.results) if flight.goes_on else ()
                 if following:
@@ -580,7 +599,7 @@ class Device(Actor):
     def _crash(self, flight: _Flight, error: Exception) -> None:
         """A step of a flight failed, and so none follows."""
         self._flight = None
-        flight.steps.fail(error)
+        flight.steps.fail(self._break(error) if self._runner.is_lost(error) else error)
 
     def _cut(self) -> None:
         """No step after this one without being asked."""
@@ -594,55 +613,48 @@ class Device(Actor):
             await asyncio.wrap_future(self._flight.landing)
             self._flight = None
 
-    # --- leases ------------------------------------------------------------------------------
-
-    async def _let_go(self) -> None:
-        """Release the leases that were kept from the last step."""
-        kept, self._leases = self._leases, {}
-        for lease in kept.values():
-            await self._pager.tell(Release(lease))
-
     # --- blocks that come and go -------------------------------------------------------------
 
     async def _own(self, message: Own) -> None:
         if self._ownership.settle(message.blocks, message.epoch):
             await self._halt()
-            await self._let_go()
-            for sequence in self._seats:
-                self._pages.close(sequence)
-            self._seats.clear()
+            await self._supply.let_go()
+            for sequence in tuple(self._seats):
+                self._unseat(sequence)
             self._attachments.close()
             self._attached.clear()
-            await self._settle()
+            if missing := (await self._settle()).missing_bytes:
+                blocks = [block for block in message.blocks if block != self._head]
+                shown = shown_blocks(blocks, self._head in message.blocks)
+                raise PlacementError(
+                    f"no room for {shown} on {self._name}: {format_size(missing)} are missing",
+                    "place fewer blocks there, or raise its budget",
+                )
+            await self._supply.complete(message.blocks)
 
     async def _prepare(self, message: Prepare) -> Refused | None:
         over = self._ownership.expect(message.blocks, message.epoch)
         await self._halt()
-        await self._let_go()
+        await self._supply.let_go()
         self._pages.drop(over - {self._head})
-        reserved = await self._settle()
-        if reserved.over_budget_bytes:
+        settled = await self._settle()
+        if need := settled.missing_bytes + settled.over_budget_bytes:
             await self._forget(self._ownership.abandon(message.epoch))
-            need = reserved.over_budget_bytes
             return Refused(need, 0)
         return None
 
     async def _bring(self, message: Bring) -> Brought:
-        if message.block == self._head:
-            return Brought(0, "here")  # in the dense region, which the node has
-        fetched: Fetched = await self._pager.ask(
-            Fetch(message.block, message.source, message.share)
-        )
-        return Brought(fetched.num_bytes, fetched.origin)
+        return await self._supply.bring(message.block, message.source, message.share)
 
     async def _hand(self, message: Hand) -> None:
         await self._halt()
-        await self._let_go()
+        await self._supply.let_go()
         self._ownership.hand(message.blocks, message.epoch)
 
     async def _adopt(self, message: Adopt) -> None:
         if not self._ownership.adopt(message.blocks, message.epoch):
             return
+        await self._supply.complete(message.blocks)
         self._pages.adopt(block for block in message.blocks if block != self._head)
         for seat in self._seats.values():  # what others may share is whole again
             seat.num_published, seat.digest = 0, b""
@@ -651,42 +663,70 @@ class Device(Actor):
         """Give back what is here of some blocks."""
         if gone:
             await self._halt()
-            await self._let_go()
+            await self._supply.let_go()
             await self._settle()
 
-    async def _settle(self) -> Reserved:
-        """Have memory for the blocks that are held, and for no others."""
-        held = self._ownership.held - {self._head}
-        self._pages.drop(self._pages.columns - held)
-        self._pages.hold(held)
-        self._pages.adopt(held & self._ownership.owned)
-        blocks = tuple(sorted(self._ownership.wanted - {self._head}))
-        await self._pager.ask(Place(blocks, dense=self._keeps_dense))
-        return await self._charge()
+    async def _settle(self) -> _Settled:
+        """Have memory for the blocks that are held, and for no others; what there is not."""
+        pages, ownership = self._pages, self._ownership
+        held = ownership.held - {self._head}
+        pages.drop(pages.columns - held)
+        lacking = pages.num_sets_held * pages.column_bytes(held - pages.columns)
+        missing = 0 if pages.hold(held) else lacking
+        pages.adopt(held & ownership.owned)
+        lacking = await self._supply.place(ownership.held, ownership.wanted)
+        if lacking and pages.idle_bytes:
+            pages.shrink(0)
+            lacking = await self._supply.place(ownership.held, ownership.wanted)
+        missing += lacking
+        reserved = await self._charge()
+        return _Settled(missing, 0 if missing else reserved.over_budget_bytes)
 
     # --- history that comes and goes ---------------------------------------------------------
 
-    def _pack(self, message: Pack) -> Parcel:
+    async def _pack(self, message: Pack) -> Parcel:
         if not self._ownership.owned.issuperset(message.blocks):
             raise Stale("pack the history of", message.blocks, message.epoch)
         began_s = perf_counter()
-        start = stop = self._hidden_bytes
         pieces = tuple(piece for piece in message.pieces if piece.sequence in self._seats)
-        for piece in pieces:
-            table = self._history.copies(
-                self._pages,
-                piece.sequence,
-                message.blocks,
-                piece.start,
-                piece.stop,
-                self._outbox.address + stop,
-                out=True,
-            )
-            self._copier.run(table)
-            stop += self._history.num_bytes(message.blocks, len(piece.tokens))
-        data = self._carried(start, stop - start, inline=message.inline)
+        num_bytes = self._num_bytes(message.blocks, pieces)
+        if num_bytes:
+            tables = partial(self._copies, message.blocks, pieces, out=True)
+            start = self._outbox.address + self._hidden_bytes
+            await self._runner.pack(tables, num_bytes, start)
+        data = self._carried(self._hidden_bytes, num_bytes, inline=message.inline)
         seconds = perf_counter() - began_s
         return Parcel(message.blocks, pieces, data, seconds, message.epoch, message.number)
+
+    def _num_bytes(self, blocks: tuple[int, ...], pieces: Iterable[Piece]) -> int:
+        return sum(self._history.num_bytes(blocks, len(piece.tokens)) for piece in pieces)
+
+    def _copies(
+        self,
+        blocks: tuple[int, ...],
+        pieces: Iterable[Piece],
+        address: int,
+        *,
+        out: bool,
+        first: int = 0,
+    ) -> array[int]:
+        """The copies between pieces at an address, one after the other, and pages; of sequences
+        that have ended there are none. See `History.copies`."""
+        table = array("Q")
+        for piece in pieces:
+            if piece.sequence in self._seats:
+                table += self._history.copies(
+                    self._pages,
+                    piece.sequence,
+                    blocks,
+                    piece.start,
+                    piece.stop,
+                    address,
+                    out=out,
+                    first=first,
+                )
+            address += self._num_bytes(blocks, (piece,))
+        return table
 
     async def _unpack(self, parcel: Parcel) -> Unpacked:
         if not self._ownership.take(parcel.blocks, parcel.epoch, parcel.number):
@@ -709,40 +749,28 @@ class Device(Actor):
         """Copy what is in a parcel, from position `first` on, into the pages of its sequences."""
         began_s = perf_counter()
         data, num_pages = parcel.data, 0
+        for piece in parcel.pieces:
+            if (seat := self._seats.get(piece.sequence)) is None:
+                continue  # it ended while this was on its way
+            await self._grow(piece.sequence, piece.stop)
+            start = max(piece.start, first)
+            seat.memory.write(start, array("i", piece.tokens[start - piece.start :]))
+            size = self._pages.page_tokens
+            num_pages += len(parcel.blocks) * (-(-piece.stop // size) - start // size)
         if isinstance(data, bytes):
             arrived = create_string_buffer(data, len(data))
             address = addressof(arrived)
         else:
             address = self._address(data)
-        for piece in parcel.pieces:
-            num_bytes = self._history.num_bytes(parcel.blocks, len(piece.tokens))
-            seat = self._seats.get(piece.sequence)
-            if seat is None:  # it ended while this was on its way
-                address += num_bytes
-                continue
-            await self._grow(piece.sequence, piece.stop)
-            start = max(piece.start, first)
-            seat.history[start : piece.stop] = array("i", piece.tokens[start - piece.start :])
-            table = self._history.copies(
-                self._pages,
-                piece.sequence,
-                parcel.blocks,
-                piece.start,
-                piece.stop,
-                address,
-                out=False,
-                first=first,
-            )
-            self._copier.run(table)
-            address += num_bytes
-            size = self._pages.page_tokens
-            num_pages += len(parcel.blocks) * (-(-piece.stop // size) - start // size)
+        tables = partial(self._copies, parcel.blocks, parcel.pieces, out=False, first=first)
+        if num_pages:
+            await self._runner.unpack(tables, parcel.num_bytes, address)
         return Unpacked(num_pages, perf_counter() - began_s)
 
     @property
     def _hidden_bytes(self) -> int:
         """The part of the outbox that hidden states leave through; parcels do behind it."""
-        return self._hidden.stride_bytes * self._program.limits.tokens
+        return self._hidden.stride_bytes * self._runner.limits.tokens
 
     # --- results -----------------------------------------------------------------------------
 
@@ -774,19 +802,15 @@ class Device(Actor):
 
     def _sampled(self, output: int) -> Sampled:
         start = RECORD_BYTES * output
-        return Sampled.unpack(memoryview(self._sampling)[start : start + RECORD_BYTES])
+        return Sampled.unpack(self._runner.records[start : start + RECORD_BYTES])
 
     def _top(self, output: int, num_top: int) -> TopLogprobs:
-        start = _TOP_BYTES * output
-        return unpack_top(memoryview(self._tops)[start : start + PAIR_BYTES * num_top])
+        start = TOP_BYTES * output
+        return unpack_top(self._runner.tops[start : start + PAIR_BYTES * num_top])
 
     def _rows(self, row: int, count: int) -> Logits:
         """A copy of logits rows that the receiver owns."""
-        stride = self._logits.stride_bytes
-        source = self._program.rows(self._logits, row + count)
         width = 4 * self._logits.width
-        memory = mmap.mmap(-1, count * width)
-        for i in range(count):
-            at = (row + i) * stride
-            memory[i * width : (i + 1) * width] = source[at : at + width]
-        return Logits(memory, count, self._logits.width)
+        rows = mmap.mmap(-1, count * width)
+        self._runner.read_logits(row, memoryview(rows))
+        return Logits(rows, count, self._logits.width)

@@ -359,6 +359,21 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a model has of the memory of a device that is not the host.
+
+    used_bytes: of spans. allocated_bytes: by the driver's count. weight_bytes: of `blocks` whole
+    blocks, and of the tensors beside them that they or the head need.
+    """
+
+    budget_bytes: int
+    used_bytes: int
+    allocated_bytes: int
+    weight_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceStats:
     """What a device holds."""
 
@@ -377,6 +392,8 @@ class DeviceStats:
     """How many the cache lacked."""
     compile_s: float
     """What compiling or linking the kernels took."""
+    memory: DeviceMemory | None = None
+    """Of the device's own, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,16 @@ from time import perf_counter
 
 from actors.actor import Ref
 from actors.beside import beside
-from actors.device import Device
+from actors.device import TOP_BYTES, Device
 from actors.messages import Locate
 from actors.pager import Pager
 from actors.relocate import PARCEL_BYTES
 from actors.route import Route, Site
 from actors.scheduler import Scheduler
+from actors.supply import LeasedWeights
 from jitllm.config import KvType, ReadAhead
 from jitllm.devices.host import HostProgram, Limits
+from jitllm.devices.host_runner import HostRunner
 from jitllm.devices.memory import HostMemory, Memory, SharedMemory, Span, attach
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container, TensorEntry
@@ -41,6 +43,7 @@ from jitllm.kernels.op import Op, Weight
 from jitllm.kernels.sample import Sample
 from jitllm.memory.columns import Columns
 from jitllm.memory.history import History
+from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.pages import KvPages
 from jitllm.models.graph import Graph
 from jitllm.schedule.placement import Decline, Placement
@@ -167,7 +170,7 @@ class DeviceRecipe:
                 graph.embed,
                 graph.tables,
                 list(enumerate(graph.blocks)),
-                (*graph.head, _sample(graph)),
+                (*graph.head, sample_of(graph)),
                 limits=self.limits,
                 memory=memory,
                 weight_address=weights.address,
@@ -177,39 +180,35 @@ class DeviceRecipe:
                 team=team,
             )
             # Compiling takes seconds, and other models may be at work in this process.
-            program = await beside(lambda cancelled: build(progress=self._report(cancelled)))
-            outbox = owned.enter_context(
-                _memory(self.is_shared).reserve(self._outbox_bytes(), huge_pages=False)
+            program = await beside(
+                lambda cancelled: build(progress=reporting(self.progress, cancelled))
             )
-            return Device(
+            outbox = owned.enter_context(
+                outbox_of(graph, self.limits, self.kv_type, is_shared=self.is_shared)
+            )
+            runner = HostRunner(
                 program,
-                pages,
-                History(graph.kv, self.kv_type),
                 Copier(compiler),
-                self.pager,
-                outbox,
-                keeps_dense=self.keeps_dense,
                 hidden=graph.hidden,
                 logits=graph.logits,
-                tier=self.tier,
+                top_bytes=TOP_BYTES,
                 threads=threads,
+                kind=self.tier,
+            )
+            return Device(
+                runner,
+                pages,
+                History(graph.kv, self.kv_type),
+                LeasedWeights(self.pager, graph.num_blocks, keeps_dense=self.keeps_dense),
+                outbox,
+                hidden=graph.hidden,
+                logits=graph.logits,
                 context_tokens=self.context_tokens,
                 compiled_kernels=compiler.compiled,
                 compile_s=perf_counter() - began_s,
                 owned=owned.pop_all(),
             )
         raise AssertionError("unreachable")
-
-    def _report(self, is_cancelled: Event) -> Compiling:
-        """What is told about kernels while they are compiled; it raises when nobody wants them."""
-
-        def report(done: int, total: int) -> None:
-            if is_cancelled.is_set():
-                raise asyncio.CancelledError
-            if self.progress:
-                self.progress(done, total)
-
-        return report
 
     def _kv_pages(self, memory: Memory) -> tuple[KvPages, Span]:
         sizes = [
@@ -227,18 +226,33 @@ class DeviceRecipe:
                 f"{error.problem} (KV of {rows} sequences of {self.context_tokens} tokens)",
                 "lower -ctx or raise the limit (ulimit -v)",
             ) from error
-        pages = KvPages(span.address, sizes, self.page_tokens, capacity, span.release, columns=())
-        return pages, span
-
-    def _outbox_bytes(self) -> int:
-        """Hidden states of a step, then a parcel of history."""
-        hidden = self.graph.hidden.stride_bytes * self.limits.tokens
-        position = History(self.graph.kv, self.kv_type).num_bytes(range(len(self.graph.kv)), 1)
-        return hidden + max(PARCEL_BYTES, position)
+        pages = VirtualPages(span.address, sizes, span.release)
+        return KvPages(pages, self.page_tokens, capacity, columns=()), span
 
 
-def _memory(is_shared: bool) -> Memory:
-    return SharedMemory() if is_shared else HostMemory()
+def reporting(progress: Compiling | None, is_cancelled: Event) -> Compiling:
+    """What is told about kernels while they are compiled; it raises when nobody wants them."""
+
+    def report(done: int, total: int) -> None:
+        if is_cancelled.is_set():
+            raise asyncio.CancelledError
+        if progress:
+            progress(done, total)
+
+    return report
+
+
+def parcel_bytes(graph: Graph, kv_type: KvType) -> int:
+    """The largest piece of history that travels at once."""
+    position = History(graph.kv, kv_type).num_bytes(range(len(graph.kv)), 1)
+    return max(PARCEL_BYTES, position)
+
+
+def outbox_of(graph: Graph, limits: Limits, kv_type: KvType, *, is_shared: bool) -> Span:
+    """Memory for hidden states of a step, then for a parcel of history."""
+    num_bytes = graph.hidden.stride_bytes * limits.tokens + parcel_bytes(graph, kv_type)
+    memory: Memory = SharedMemory() if is_shared else HostMemory()
+    return memory.reserve(num_bytes, huge_pages=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,5 +277,6 @@ class _Weights:
         return block + tensor.offset
 
 
-def _sample(graph: Graph) -> Op:
+def sample_of(graph: Graph) -> Op:
+    """What every head ends with."""
     return Sample(graph.logits, Sample.scratch_buffer("sampling", graph.vocab))

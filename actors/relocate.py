@@ -228,9 +228,12 @@ class Mover:
 
     async def _make_room(self, move: _Move) -> None:
         device = self._device(move, move.to)
-        coming = sum(self._block_bytes[block] for block in move.all_blocks)
-        for sequence in self._replies.running():
-            coming += move.marks.position_bytes * sequence.promised_tokens
+        if self._route.sites[move.to].has_memory:  # through the host's one by one
+            coming = max(self._block_bytes[block] for block in move.all_blocks)
+        else:
+            coming = sum(self._block_bytes[block] for block in move.all_blocks)
+            for sequence in self._replies.running():
+                coming += move.marks.position_bytes * sequence.promised_tokens
         await self._route.divide({move.to: coming})
         refused: Refused | None = await device.ask(Prepare(move.all_blocks, move.epoch))
         if refused is not None:

@@ -42,11 +42,15 @@ MAX_LOSSES = 3
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A device and what belongs to it. node: where it is; handles are of use within a node."""
+    """A device and what belongs to it. node: where it is; handles are of use within a node.
+
+    has_memory: its blocks lie in memory of its own, and only pass through its pager's.
+    """
 
     device: Ref
     pager: Ref
     node: str = ""
+    has_memory: bool = False
 
 
 class Route:

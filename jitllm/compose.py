@@ -14,10 +14,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import gettempdir
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import actors
-from actors.actor import AnyRuntime, Ref
+from actors.actor import AnyRuntime, Recipe, Ref
 from actors.beside import beside
 from actors.client import Client
 from actors.local import Runtime
@@ -29,16 +29,18 @@ from actors.messages import NodeListed as NodeListed
 from actors.recipes import DeviceRecipe, PagerRecipe, SchedulerRecipe
 from actors.route import Site
 from jitllm.config import EngineConfig, Probe, ResolvedConfig, resolve
-from jitllm.devices.choose import AvailableDevice, choose_devices
+from jitllm.devices.choose import ChosenDevice, choose_devices
 from jitllm.devices.cpus import CpuShare, cpu_shares, numa_nodes
 from jitllm.devices.grammar import parse_devices
 from jitllm.devices.host import Limits
+from jitllm.devices.vulkan.found import default_budget, find_vulkan, may_take_vulkan
 from jitllm.engine import Engine
-from jitllm.errors import JitllmError
+from jitllm.errors import JitllmError, PlacementError
 from jitllm.formats.jlm import Container, Header
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.jit.tiers import available, choose
+from jitllm.kernels.op import Rows
 from jitllm.memory.budget import probe as probe_memory
 from jitllm.memory.history import History
 from jitllm.memory.host import HostReport, host_devices
@@ -244,41 +246,63 @@ async def open_engine(
                 own_id, nodes = seat.member.node_id, await seat.member.nodes()
                 nodes = [node for node in nodes if node.node_id != own_id]
         chosen, shares = _devices(config, nodes, runtime.here)
-        sites: dict[str, Site] = {}
-        dense: dict[str, Ref] = {}
-        for device, share in zip(chosen, shares, strict=True):
-            pager = await runtime.start(
+        pagers: dict[str, Ref] = {}
+        for device in (one.device for one in chosen):
+            pagers[device.name] = await runtime.start(
                 PagerRecipe(
                     container,
                     config.maxmem_bytes // len(chosen),
                     config.read_ahead,
                     ray is not None,
+                    is_empty=device.is_gpu,
                 ),
                 f"pager {device.name}",
                 node=device.node,
             )
-            device_recipe = DeviceRecipe(
-                pager=pager,
-                dense=dense.setdefault(device.node, pager),
-                graph=graph,
-                tensors=header.tensors,
-                limits=limits,
-                page_tokens=dict(config.page_sizes).get(device.name, config.page_size_tokens),
-                kv_type=config.kv_type,
-                tier=config.tier,
-                threads=share.num_threads,
-                cpus=share.cpus or frozenset(),
-                context_tokens=context_tokens,
-                is_shared=ray is not None,
-                is_alone=len(chosen) == 1,
-                cache=cache or ObjectCache(default_directory()),
-                progress=partial(progress, "compiling kernels") if progress and not ray else None,
-            )
+        dense: dict[str, Ref] = {}
+        for device in (one.device for one in chosen):
+            if not device.is_gpu:  # which would keep it for itself only while it is read
+                dense.setdefault(device.node, pagers[device.name])
+        sites: dict[str, Site] = {}
+        for one, share in zip(chosen, shares, strict=True):
+            device, pager = one.device, pagers[one.name]
+            settings: dict[str, Any] = {
+                "pager": pager,
+                "dense": dense.get(device.node, pager),
+                "graph": graph,
+                "tensors": header.tensors,
+                "limits": limits,
+                "page_tokens": dict(config.page_sizes).get(device.name, config.page_size_tokens),
+                "kv_type": config.kv_type,
+                "context_tokens": context_tokens,
+                "is_shared": ray is not None,
+                "cache": cache or ObjectCache(default_directory()),
+                "progress": partial(progress, "compiling kernels")
+                if progress and not ray
+                else None,
+            }
+            if device.is_gpu:
+                from actors.vulkan_recipe import VulkanRecipe
+
+                recipe: Recipe = VulkanRecipe(
+                    index=device.ordinal,
+                    budget_bytes=_vram(one),
+                    block_bytes=header.frame_bytes,
+                    **settings,
+                )
+            else:
+                recipe = DeviceRecipe(
+                    tier=config.tier,
+                    threads=share.num_threads,
+                    cpus=share.cpus or frozenset(),
+                    is_alone=len(chosen) == 1,
+                    **settings,
+                )
             made = await runtime.start(
-                device_recipe, f"device {device.name}", restarts=True, node=device.node
+                recipe, f"device {device.name}", restarts=True, node=device.node
             )
-            sites[device.name] = Site(made, pager, device.node)
-        placement, declines = _place(config, graph, header, chosen)
+            sites[device.name] = Site(made, pager, device.node, has_memory=device.is_gpu)
+        placement, declines = _place(config, graph, header, chosen, limits)
         history = History(graph.kv, config.kv_type)
         scheduler = await runtime.start(
             SchedulerRecipe(
@@ -369,7 +393,7 @@ def _check_actors() -> None:
 
 def _devices(
     config: ResolvedConfig, nodes: Sequence[NodeListed], here: str
-) -> tuple[tuple[AvailableDevice, ...], tuple[CpuShare, ...]]:
+) -> tuple[tuple[ChosenDevice, ...], tuple[CpuShare, ...]]:
     """The devices that were asked for, and the threads of each.
 
     nodes: those of a cluster that devices may be on, besides this one. here: its name. Raises
@@ -378,18 +402,48 @@ def _devices(
     own = HostReport(config.threads, numa_nodes(cpu_mask()), host_devices(config.threads))
     hosts = {"": own} | {node.name: node.host for node in nodes if node.host}
     available = [replace(d, node=node) for node, host in hosts.items() for d in host.devices]
-    chosen, _ = choose_devices(parse_devices(config.devices), available, here)
+    entries = parse_devices(config.devices)
+    if may_take_vulkan(entries):
+        found = find_vulkan()
+        if found.problem and (named := [e.name for e in entries if e.backend == "vulkan"]):
+            raise PlacementError(f"-devices {named[0]}: {found.problem}", found.remedy)
+        available += found.devices
+    chosen, _ = choose_devices(entries, available, here)
     devices = tuple(one.device for one in chosen)
     shares: dict[str, CpuShare] = {}
     for node, host in hosts.items():
-        there = [device for device in devices if device.node == node]
+        there = [d for d in devices if d.node == node and not d.is_gpu]
         divided = cpu_shares([d.ordinal for d in there], host.threads, host.numa)
         shares |= zip((d.name for d in there), divided, strict=True)
-    return devices, tuple(shares[device.name] for device in devices)
+    return chosen, tuple(shares.get(device.name, CpuShare(0)) for device in devices)
+
+
+def _vram(chosen: ChosenDevice) -> int:
+    """What a model may take of a GPU."""
+    if chosen.budget_bytes is not None:
+        return chosen.budget_bytes
+    return default_budget(chosen.device.free_bytes)
+
+
+def _room(
+    chosen: ChosenDevice, config: ResolvedConfig, header: Header, graph: Graph, limits: Limits
+) -> Room:
+    """A device as automatic placement sees it: wherever blocks are, so is the dense region."""
+    device, fixed_bytes = chosen.device, header.dense.length
+    free_bytes = config.maxmem_bytes
+    if device.is_gpu:
+        free_bytes = _vram(chosen)
+        rows = {Rows.TOKENS: limits.tokens, Rows.OUTPUTS: limits.outputs}
+        fixed_bytes += sum(b.stride_bytes * rows[b.rows] for b in graph.buffers())
+    return Room(device.name, free_bytes, fixed_bytes, device.speed or 1.0, has_head=True)
 
 
 def _place(
-    config: ResolvedConfig, graph: Graph, header: Header, devices: Sequence[AvailableDevice]
+    config: ResolvedConfig,
+    graph: Graph,
+    header: Header,
+    chosen: Sequence[ChosenDevice],
+    limits: Limits,
 ) -> tuple[Placement, tuple[Decline, ...]]:
     """Where everything begins, and what was asked for in vain."""
     context = _context_tokens(config, graph)
@@ -398,14 +452,11 @@ def _place(
         BlockCost(num_bytes, history.num_bytes((block,), context))
         for block, num_bytes in enumerate(header.frame_bytes)
     ]
-    rooms = [
-        Room(d.name, config.maxmem_bytes, header.dense.length, d.speed or 1.0, has_head=True)
-        for d in devices
-    ]
+    rooms = [_room(one, config, header, graph, limits) for one in chosen]
     placement, declines = place(costs, header.dense.length, rooms, gpu_layers=config.gpu_layers)
     if config.placement is None:
         return placement, declines
-    names = [device.name for device in devices]
+    names = [one.name for one in chosen]
     return parse_map(config.placement).resolve(
         graph.num_blocks, names, placement, strict=config.placement_strict
     )

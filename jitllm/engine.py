@@ -230,7 +230,8 @@ class DeviceUse:
     head if `has_head`. placed, placed_bytes: blocks whose weights are served there, those that are
     on their way to it too. resident, frames: of those, how many are in memory and how many can be.
     page_tokens: positions in a page of keys and values. kv_pages: pages that sequences hold, and
-    kv_bytes: what they take. fixed_bytes: what is never paged.
+    kv_bytes: what they take. fixed_bytes: what is never paged. A device with memory of its own has
+    a budget of its own: allocated_bytes is what its driver took, 0 for a CPU.
     """
 
     name: str
@@ -250,6 +251,7 @@ class DeviceUse:
     scratch_bytes: int
     budget_bytes: int
     fixed_bytes: int
+    allocated_bytes: int = 0
 
 
 ParkedIn = Literal["disk", "memory"]

@@ -6,12 +6,13 @@ import contextlib
 import os
 import platform
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jitllm.cli.command import AsJson, verb
 from jitllm.cli.screen import print_json, say, table
-from jitllm.devices.choose import together
+from jitllm.devices.choose import AvailableDevice, together
 from jitllm.errors import one_line
 from jitllm.units import format_size
 
@@ -45,6 +46,7 @@ def hardware(*, json: AsJson = False) -> int:
                 "threads": f"{cores['threads']}, the smaller of cores and quota; "
                 "-threads changes it",
                 **{f"device {d['name']}": _device(d) for d in together(found["devices"])},
+                **({"vulkan": f"none: {found['vulkan']}"} if found["vulkan"] else {}),
                 "memory": f"{_size(memory['available_bytes'])} available of "
                 f"{_size(memory['total_bytes'])}",
                 "budget": f"{memory['explanation']}; -maxmem changes it",
@@ -61,6 +63,7 @@ def hardware(*, json: AsJson = False) -> int:
 
 
 def _probe() -> dict[str, Any]:
+    from jitllm.devices.vulkan.found import find_vulkan
     from jitllm.jit import tiers
     from jitllm.jit.cache import default_directory
     from jitllm.memory import budget
@@ -68,6 +71,7 @@ def _probe() -> dict[str, Any]:
 
     host = budget.probe()
     directory = default_directory()
+    vulkan = find_vulkan()
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": tiers.cpu_name(),
@@ -76,7 +80,8 @@ def _probe() -> dict[str, Any]:
             {"name": tier.name, "missing": list(tiers.missing(tier))} for tier in tiers.TIERS
         ],
         "cores": _count_cores(),
-        "devices": _devices(),
+        "devices": _devices(vulkan.devices),
+        "vulkan": "; ".join(filter(None, (vulkan.problem, vulkan.remedy))),
         "memory": {
             "total_bytes": total_bytes(),
             "available_bytes": budget.available_bytes(),
@@ -107,14 +112,14 @@ def _count_cores() -> dict[str, Any]:
     }
 
 
-def _devices() -> list[dict[str, Any]]:
+def _devices(gpus: Iterable[AvailableDevice]) -> list[dict[str, Any]]:
     """Those of this machine, and why -devices auto leaves some of them out."""
     from jitllm.devices.choose import choose_devices, reports
     from jitllm.devices.grammar import parse_devices
     from jitllm.jit.threads import default_threads
     from jitllm.memory.host import host_devices
 
-    available = host_devices(default_threads())
+    available = (*host_devices(default_threads()), *gpus)
     _, declined = choose_devices(parse_devices("auto"), available)
     return reports(available, declined)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jitllm.cli.reply import Rates
-from jitllm.engine import EngineStats, Pages
+from jitllm.engine import DeviceUse, EngineStats, Pages
 from jitllm.errors import one_line
 from jitllm.units import counted, format_duration, format_rate, format_size
 
@@ -157,10 +157,17 @@ def _memory_lines(header: Header, stats: EngineStats) -> list[str]:
 
 def _placement_lines(stats: EngineStats) -> list[str]:
     """Where blocks are, if there is more than one place, and what was asked for in vain."""
-    devices = [f"{use.name} with {counted(use.threads, 'thread')}" for use in stats.devices]
+    devices = [f"{use.name} with {_means(use)}" for use in stats.devices]
     placed = [_parts("place ", str(stats.placement), *devices)] if len(devices) > 1 else []
     declined = [_parts("place ", f"* not so: {decline}") for decline in stats.declines]
     return [*placed, *map(one_line, declined)]
+
+
+def _means(use: DeviceUse) -> str:
+    """What a device computes with, or in."""
+    if use.threads:
+        return counted(use.threads, "thread")
+    return f"{format_size(use.allocated_bytes)} of {format_size(use.budget_bytes)}"
 
 
 def _forecast_lines(loaded: Loaded, pages: Pages) -> list[str]:

@@ -26,6 +26,8 @@ class AvailableDevice:
     """Of the card, the same under every backend; None or zeros: unknown."""
     is_software: bool = False
     """A GPU that is computed by a CPU: taken when named, never as one of a set."""
+    lacks: str = ""
+    """What it would need to be of use: it is never taken then."""
     on_request: bool = False
     """A share of something that another device has whole: taken when named."""
     num_cores: int = 0
@@ -154,6 +156,8 @@ def _one(
     if entry.backend == "vulkan" and not found:
         wanted = str(entry.selector).casefold()  # a number may be part of a name too
         found = [d for d in there if d.backend == "vulkan" and wanted in d.label.casefold()]
+    if len(found) == 1 and found[0].lacks:
+        return [], [DeclinedDevice(found[0].name, _unasked(found[0]))]
     if len(found) > 1:
         raise UsageError(
             f"{FLAG} {entry.name} may be {listing(found)}", "name the device by its number"
@@ -185,7 +189,7 @@ def _gpus(
     declined = []
     for device in sorted((d for d in devices if d.is_gpu), key=lambda d: GPUS.index(d.backend)):
         twin = next((card.name for card in cards if is_same(card, device)), None)
-        if device.is_software:
+        if device.lacks or device.is_software:
             declined.append(DeclinedDevice(device.name, _unasked(device)))
         elif twin is not None:
             declined.append(DeclinedDevice(device.name, _same_card(twin)))
@@ -219,6 +223,8 @@ def _same_card(twin: str) -> str:
 
 
 def _unasked(device: AvailableDevice) -> str:
+    if device.lacks:
+        return f"it lacks {device.lacks}"
     if device.is_software:
         return "computed in software: only when named"
     return "only when named" if device.on_request else f"not in {FLAG}"

@@ -3,21 +3,22 @@
 A page set has a page of every block of the model for the same positions of a sequence; it is the
 unit that is taken and given back. A set that is full is never written again, so sequences that
 begin alike share it, and it is kept for those to come (`jitllm.memory.prefix`) until its room is
-needed. Pages are virtual until they are written. A block's pages in all sets are its *column*; only
-the columns of some blocks are held here, and a set costs what those take. When a block comes, its
-column is held while its history comes in (`jitllm.memory.arrivals`); when it goes, the column is
-dropped. Knows addresses and counts. Knows no tensors, no sequences' tokens, no budget.
+needed. A block's pages in all sets are its *column*; only the columns of some blocks are held here,
+and a set costs what those take. When a block comes, its column is held while its history comes in
+(`jitllm.memory.arrivals`); when it goes, the column is dropped. Where pages lie is for
+`jitllm.memory.page_memory` to say. Knows addresses and counts. Knows no tensors, no sequences'
+tokens, no budget.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jitllm.errors import OverBudget
 from jitllm.memory.arrivals import Arrivals
-from jitllm.memory.columns import Columns
+from jitllm.memory.page_memory import Entries, PageMemory
 from jitllm.memory.prefix import PrefixIndex
 
 # every set is one of
@@ -34,38 +35,28 @@ class Table:
     It has an entry for every block, also for those whose column is not held.
     """
 
-    entries: array[int]
+    entries: Entries
     sets: list[int] = field(default_factory=list)
-
-    @property
-    def address(self) -> int:
-        """Address of the first entry."""
-        return self.entries.buffer_info()[0]
 
 
 class KvPages:
-    """The page sets of a device.
+    """The page sets of a device: at most `capacity`.
 
-    page_bytes: bytes of one page of each block. base: address of `capacity` sets of virtual memory,
-    `Columns.stride_bytes` each. release(offset, length) gives memory in it back to the system.
     columns: the blocks whose columns are held, by default all. set_bytes: what a set takes of
     memory.
     """
 
     def __init__(
         self,
-        base: int,
-        page_bytes: Sequence[int],
+        memory: PageMemory,
         page_tokens: int,
         capacity: int,
-        release: Callable[[int, int], None],
         columns: Iterable[int] | None = None,
     ) -> None:
         self.page_tokens = page_tokens
         self.capacity = capacity
-        self._base = base
-        self._release = release
-        self._all = Columns(page_bytes)
+        self._memory = memory
+        self._all = memory.layout
         self._hold_only(range(len(self._all)) if columns is None else columns)
         self._free = list(range(capacity - 1, -1, -1))
         self._tables: dict[int, Table] = {}
@@ -89,6 +80,15 @@ class KvPages:
         return len(self._holders) * len(self._columns)
 
     @property
+    def num_sets_held(self) -> int:
+        """Sets that sequences hold."""
+        return len(self._holders)
+
+    def column_bytes(self, columns: Iterable[int]) -> int:
+        """What these columns take in a set."""
+        return self._all.num_bytes(columns)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the sets that sequences hold; a set that several hold counts once."""
         return len(self._holders) * self.set_bytes
@@ -102,12 +102,14 @@ class KvPages:
         """Give a sequence a table for up to `max_tokens` positions.
 
         It begins with the sets of the longest prefix of `digests` that exists; returns how many
-        positions those hold.
+        positions those hold. Raises `OverBudget` where there is no memory for the table.
         """
         if sequence in self._tables:
             raise ValueError(f"sequence {sequence} has a page table already")
         slots = self.num_sets(max_tokens) * len(self._all)
-        table = self._tables[sequence] = Table(array("Q", bytes(8 * slots)))
+        if (entries := self._memory.entries(slots)) is None:
+            raise OverBudget(f"page table of {max_tokens} positions", 8 * slots, 0)
+        table = self._tables[sequence] = Table(entries)
         for page_set in self._index.find(digests):
             if page_set not in self._holders:
                 self._index.hold(page_set)
@@ -121,10 +123,14 @@ class KvPages:
         need = self.num_sets(num_tokens) - len(table.sets)
         if need > self.num_free:
             return False
-        for _ in range(need):
-            if not self._free:
-                self._reclaim()
-            page_set = self._free.pop()
+        taken: list[int] = []
+        while len(taken) < need:
+            if (page_set := self._take()) is None:
+                for one in taken:
+                    self._give_back(one)
+                return False
+            taken.append(page_set)
+        for page_set in taken:
             self._arrivals.take(page_set)
             self._append(table, page_set)
         return True
@@ -148,7 +154,7 @@ class KvPages:
 
     def table_address(self, sequence: int) -> int:
         """Address of a sequence's entries."""
-        return self._tables[sequence].address
+        return self._tables[sequence].entries.address
 
     def page(self, sequence: int, index: int, column: int) -> int:
         """Address of a block's page at `index` of a sequence's table. Raises `ValueError` where
@@ -163,6 +169,7 @@ class KvPages:
         table = self._tables.pop(sequence, None)
         if table is None:
             return
+        table.entries.close()
         # Backwards, so that what builds on a set is given up before it.
         for page_set in reversed(table.sets):
             self._holders[page_set] -= 1
@@ -186,8 +193,10 @@ class KvPages:
     #   [missing, computed)    has to be filled in, at the latest between two steps
     #   [computed, ...)        is computed elsewhere until `adopt`, and here from then on
 
-    def hold(self, columns: Iterable[int]) -> None:
-        """Hold these columns too. They are on their way from now on.
+    def hold(self, columns: Iterable[int]) -> bool:
+        """Hold these columns too; False, and nothing held, where there is no memory for them.
+
+        They are on their way from now on.
 
         Every set lacks them, those that are taken later as well, until their positions are filled
         in or the columns adopted. Sets that sequences shared, or that were kept for others, are
@@ -195,11 +204,22 @@ class KvPages:
         """
         added = self._all.checked(columns) - self._columns
         if not added:
-            return
+            return True
         for page_set in self._index.clear():
             self._give_back(page_set)
+        taken: list[int] = []
+        for page_set in self._holders:
+            if not self._memory.take(page_set, added):
+                for one in taken:
+                    self._memory.give(one, added)
+                return False
+            taken.append(page_set)
         self._hold_only(self._columns | added)
         self._arrivals.expect(added, self._holders)
+        for table in self._tables.values():
+            for index, page_set in enumerate(table.sets):
+                self._write(table, index, page_set)
+        return True
 
     def missing(self, sequence: int) -> int:
         """The first position of a sequence that columns on their way lack.
@@ -227,26 +247,38 @@ class KvPages:
         are passed over.
         """
         dropped = self._columns.intersection(columns)
-        runs = list(self._all.runs(dropped))
         for page_set in (*self._holders, *self._index.idle()):
-            self._release_runs(page_set, runs)
+            self._memory.give(page_set, dropped)
         self._arrivals.end(dropped)
         self._hold_only(self._columns - dropped)
 
     def _hold_only(self, columns: Iterable[int]) -> None:
         self._columns = self._all.checked(columns)
         self.set_bytes = self._all.num_bytes(self._columns)
-        self._held_runs = list(self._all.runs(self._columns))
 
     # --- sets ----------------------------------------------------------------------------------
 
     def _append(self, table: Table, page_set: int) -> None:
-        start = self._base + page_set * self._all.stride_bytes
-        at = len(table.sets) * len(self._all)
-        entries = array("Q", [start + offset for offset in self._all.offsets])
-        table.entries[at : at + len(entries)] = entries
+        self._write(table, len(table.sets), page_set)
         table.sets.append(page_set)
         self._holders[page_set] += 1
+
+    def _write(self, table: Table, index: int, page_set: int) -> None:
+        table.entries.write(index * len(self._all), self._memory.addresses(page_set))
+
+    def _take(self) -> int | None:
+        """A free set with memory for its columns; what is idle goes for it."""
+        while self.num_free:
+            if not self._free:
+                self._reclaim()
+            page_set = self._free.pop()
+            if self._memory.take(page_set, self._columns):
+                return page_set
+            self._free.append(page_set)
+            if not self._index.num_idle:
+                break
+            self._reclaim()
+        return None
 
     def _reclaim(self) -> None:
         page_set = self._index.reclaim()
@@ -254,13 +286,9 @@ class KvPages:
         self._give_back(page_set)
 
     def _give_back(self, page_set: int) -> None:
-        self._release_runs(page_set, self._held_runs)
+        self._memory.give(page_set, self._columns)
         self._arrivals.forget(page_set)
         self._free.append(page_set)
-
-    def _release_runs(self, page_set: int, runs: Iterable[tuple[int, int]]) -> None:
-        for offset, length in runs:
-            self._release(page_set * self._all.stride_bytes + offset, length)
 
     def check(self) -> None:
         """Every set is free, held or idle; tables, counts, index and arrivals agree."""

@@ -8,6 +8,7 @@ import pytest
 from jitllm.cli.convert import default_output
 from jitllm.cli.progress import Progress
 from jitllm.devices.cpus import NumaNode
+from jitllm.devices.vulkan.found import FoundVulkan
 from jitllm.jit import threads, tiers
 from jitllm.memory.budget import HostRoom
 from tests.cli.fake import Jitllm
@@ -49,6 +50,7 @@ def test_hardware_lists_the_devices_of_this_machine(
 ) -> None:
     monkeypatch.setattr(threads, "default_threads", lambda: 4)
     monkeypatch.setattr("jitllm.memory.host.numa_nodes", lambda mask, root: ())
+    monkeypatch.setattr("jitllm.devices.vulkan.found.find_vulkan", FoundVulkan)
     devices = jitllm("hardware", "-json").json["devices"]
     assert [(d["name"], d["cores"]) for d in devices] == [(f"cpu:{i}", 4) for i in range(4)]
     assert [d["declined"] for d in devices] == [None, *["only when named"] * 3]

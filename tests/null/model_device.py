@@ -37,6 +37,7 @@ from actors.messages import (
 from jitllm.memory import prefix
 from jitllm.memory.columns import Columns
 from jitllm.memory.ownership import Ownership, Stale
+from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.pages import KvPages
 from jitllm.schedule.step import Span, SpanResult
 
@@ -84,7 +85,8 @@ class ModelDevice:
         self.seats: dict[int, Seat] = {}
         self.memory: dict[tuple[int, int], list[Content]] = {}
         self._layout = Columns(sizes)
-        self.pages = KvPages(BASE, sizes, page_tokens, CAPACITY, self._release, columns=())
+        memory = VirtualPages(BASE, sizes, self._release)
+        self.pages = KvPages(memory, page_tokens, CAPACITY, columns=())
 
     def receive(self, message: Any) -> Any:
         """See `actors.device`; what is about weights and threads is not here."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jitllm.memory.columns import Columns
+from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.pages import KvPages
 from jitllm.memory.prefix import PrefixIndex, digests, extend, reusable
 
@@ -40,7 +41,7 @@ def made(capacity: int = CAPACITY, columns: Iterable[int] | None = None) -> tupl
             length -= layout.num_bytes([column])
         assert length == 0
 
-    return KvPages(BASE, SIZES, PAGE, capacity, release, columns), given_back
+    return KvPages(VirtualPages(BASE, SIZES, release), PAGE, capacity, columns), given_back
 
 
 def fill(pages: KvPages, sequence: int, tokens: tuple[int, ...]) -> None:

@@ -20,6 +20,7 @@ from jitllm.jit.tiers import TIERS, Tier, choose, missing
 from jitllm.kernels.copy import RECORD_WORDS
 from jitllm.memory.columns import Columns
 from jitllm.memory.history import History
+from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.pages import KvPages
 from jitllm.models.graph import KvShape
 from tests.ops.harness import Guarded, compiler
@@ -107,7 +108,8 @@ class Side:
         capacity = 2 * -(-num_tokens // page_tokens)
         self.memory = Guarded(capacity * Columns(sizes).stride_bytes, POISON)
         base = self.memory.address
-        self.pages = KvPages(base, sizes, page_tokens, capacity, lambda *_: None)
+        memory = VirtualPages(base, sizes, lambda *_: None)
+        self.pages = KvPages(memory, page_tokens, capacity)
         for sequence in (0, 1):
             self.pages.open(sequence, num_tokens)
         for count in range(page_tokens, num_tokens + page_tokens, page_tokens):
@@ -227,7 +229,7 @@ def random_positions(
 
 def test_pages_that_are_not_there_are_not_copied() -> None:
     history = History((KvShape(1, 4, 4), KvShape(1, 4, 4)), "f16")
-    pages = KvPages(1 << 20, [64, 64], 4, 4, lambda *_: None, columns=[0])
+    pages = KvPages(VirtualPages(1 << 20, [64, 64], lambda *_: None), 4, 4, columns=[0])
     pages.open(1, 16)
     pages.grow(1, 8)
     assert len(history.copies(pages, 1, [0], 0, 8, 0, out=True)) == 4 * RECORD_WORDS

@@ -19,6 +19,7 @@ from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.slang import SlangCompiler, Target, compiler_version
 from jitllm.kernels.attention import Attention
 from jitllm.kernels.combine import Combine
+from jitllm.kernels.copy import gpu as copying
 from jitllm.kernels.dispatch import Dispatch
 from jitllm.kernels.embed import Embed
 from jitllm.kernels.expert_matmul import ExpertMatMul
@@ -102,16 +103,16 @@ def ops() -> Iterator[Op]:
 
 
 def kernels() -> list[KernelSpec]:
-    """Every kernel that those ops are launched with, for one token and for many."""
-    return list(
-        dict.fromkeys(
-            launch.kernel
-            for op in ops()
-            for kv_element in ("f16", "f32")
-            for bucket in (Bucket(1, 1), Bucket(512, 64))
-            for launch in op_launches(op, NvidiaEnv(kv_element), bucket)
-        )
+    """Every kernel that those ops are launched with, for one token and for many; and what copies
+    history, which is no op."""
+    found = dict.fromkeys(
+        launch.kernel
+        for op in ops()
+        for kv_element in ("f16", "f32")
+        for bucket in (Bucket(1, 1), Bucket(512, 64))
+        for launch in op_launches(op, NvidiaEnv(kv_element), bucket)
     )
+    return [*found, *(copying.kernel(NvidiaEnv.traits, unit_bytes) for unit_bytes in (2, 4))]
 
 
 @cache

@@ -39,8 +39,8 @@ class VulkanError(JitllmError):
 
     @property
     def is_lost(self) -> bool:
-        """The device is gone: nothing that it holds can be had any more."""
-        return self.code == "VK_ERROR_DEVICE_LOST"
+        """The device is gone, or hangs: nothing that it holds can be had any more."""
+        return self.code in ("VK_ERROR_DEVICE_LOST", "VK_TIMEOUT")
 
 
 class Api:

@@ -29,6 +29,10 @@ class DeviceSpan:
     chunk: _Chunk
     offset: int
 
+    def part(self, start: int, num_bytes: int) -> DeviceSpan:
+        """Some bytes of it, as a span that is not to be given back."""
+        return DeviceSpan(self.address + start, num_bytes, self.chunk, self.offset + start)
+
 
 class _Chunk:
     """One buffer with its memory, and the pieces of it that nobody has."""
@@ -147,6 +151,11 @@ class Arena:
         """What the driver took for it, its rounding included."""
         return sum(chunk.allocated_bytes for chunk in self._chunks)
 
+    @property
+    def room_bytes(self) -> int:
+        """What the budget leaves, if none of it is lost between spans."""
+        return self.budget_bytes - self.used_bytes
+
     def take(self, num_bytes: int) -> DeviceSpan | None:
         """A span, or None where the budget or the device has no room. Its bytes are anything.
 
@@ -164,8 +173,9 @@ class Arena:
         return DeviceSpan(chunk.address + offset, num_bytes, chunk, offset)
 
     def _grow(self, size: int) -> _Chunk | None:
-        """A chunk with room for `size` bytes: a whole one, else one of just that size."""
-        for num_bytes in dict.fromkeys((max(size, self._chunk_bytes), size)):
+        """A chunk with room for `size` bytes: a whole one, else as much of one as there is."""
+        halves = (self._chunk_bytes >> i for i in range(self._chunk_bytes.bit_length()))
+        for num_bytes in (*(half for half in halves if half > size), size):
             if num_bytes > self.device.physical.max_allocation_bytes:
                 continue
             if self.allocated_bytes + num_bytes > self.budget_bytes:

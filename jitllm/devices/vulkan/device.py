@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
+from jitllm.devices.vulkan.api import VulkanError
 from jitllm.devices.vulkan.instance import REQUIRED, Instance, describe, features
 from jitllm.errors import JitllmError
 
@@ -27,12 +29,14 @@ class Moment:
 class Queue:
     """One queue of a device and its timeline: submissions run in order, each raises it by one.
 
-    For one thread at a time; another may wait meanwhile.
+    For one thread at a time; another may wait meanwhile. Several may stand for one queue of the
+    driver, each for its thread, and have a lock in common.
     """
 
-    def __init__(self, device: Device, family: int, index: int) -> None:
+    def __init__(self, device: Device, family: int, index: int, lock: Lock) -> None:
         self._device = device
         self._api = vulkan = device.api
+        self._lock = lock
         out = vulkan.ffi.new("VkQueue*")
         vulkan.call("vkGetDeviceQueue", device.handle, family, index, out)
         self._handle = out[0]
@@ -88,7 +92,8 @@ class Queue:
             signalSemaphoreInfoCount=1,
             pSignalSemaphoreInfos=self._signal(self._timeline, moment.value),
         )
-        vulkan.call("vkQueueSubmit2", self._handle, 1, info, vulkan.ffi.NULL)
+        with self._lock:
+            vulkan.call("vkQueueSubmit2", self._handle, 1, info, vulkan.ffi.NULL)
         self._submitted += 1
         return moment
 
@@ -130,8 +135,9 @@ class Queue:
 class Device:
     """An opened device. `close` it when nothing of it is in use.
 
-    compute: the queue of kernels. copies: a queue whose copies run beside them, or the same queue
-    where the device has no other. families: of both, as buffers want them.
+    compute: the queue of kernels. beside: the same one, for another thread. copies: a queue whose
+    copies run beside kernels, or the same one again where the device has no other. families: of
+    all, as buffers want them.
     """
 
     def __init__(self, instance: Instance, index: int) -> None:
@@ -146,8 +152,9 @@ class Device:
         compute, copies = self._choose_queues()
         self.families = tuple(dict.fromkeys((compute[0], copies[0])))
         self.handle = self._open({compute, copies})
-        self.compute = Queue(self, *compute)
-        self.copies = self.compute if copies == compute else Queue(self, *copies)
+        lock = Lock()
+        self.compute, self.beside = (Queue(self, *compute, lock) for _ in range(2))
+        self.copies = Queue(self, *copies, lock if copies == compute else Lock())
 
     def _choose_queues(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(family, index) of the queue that computes, in a family that does not draw if there is
@@ -223,9 +230,14 @@ class Device:
         info = vulkan.struct("VkDependencyInfo", memoryBarrierCount=1, pMemoryBarriers=memory)
         vulkan.call("vkCmdPipelineBarrier2", commands, info)
 
+    def rest(self) -> None:
+        """Wait for everything; of a device that is lost nothing can be expected any more."""
+        with suppress(VulkanError):
+            self.api.call("vkDeviceWaitIdle", self.handle)
+
     def close(self) -> None:
         """Wait for everything and let the device go."""
-        self.api.call("vkDeviceWaitIdle", self.handle)
-        for queue in {self.compute, self.copies}:
+        self.rest()
+        for queue in (self.compute, self.beside, self.copies):
             queue.close()
         self.api.call("vkDestroyDevice", self.handle, self.api.ffi.NULL)

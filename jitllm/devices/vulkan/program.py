@@ -78,6 +78,8 @@ class VulkanProgram:
         self._weight_address = weight_address
         self._slots = {block: slot for slot, (block, _) in enumerate(blocks)}
         self._spans: list[DeviceSpan] = []
+        self.num_bytes = 0
+        """What all of its buffers take."""
         self._consts: dict[str, tuple[DeviceSpan, bytes]] = {}
         self._scratch_bytes = 0
         self._scratch_address = 0
@@ -125,6 +127,7 @@ class VulkanProgram:
                 "place fewer blocks on it or raise its budget",
             )
         self._spans.append(span)
+        self.num_bytes += num_bytes
         return span
 
     def _launches(self, ops: Sequence[Op], bucket: Bucket) -> list[GpuLaunch]:
@@ -222,29 +225,28 @@ class VulkanProgram:
         return self._recorded[key]
 
     def moved(self, block: int) -> None:
-        """The weights of a block are at other addresses from now on; waits for what is running."""
+        """The weights of a block are at other addresses from now on, those of the embedding with
+        the first one's; waits for what is running. The number after the last stands for the head.
+        """
         self._device.compute.wait()
-        section = _FIRST_BLOCK + self._slots[block]
-        for key in [k for k in self._recorded if k[0] <= section < k[1]]:
+        section = _FIRST_BLOCK + block
+        first = 0 if block == 0 else section
+        for key in [k for k in self._recorded if k[0] <= section and first < k[1]]:
             self._device.compute.free(self._recorded.pop(key))
 
-    def read(self, buffer: Buffer, into: memoryview) -> None:
-        """The first rows of a buffer; waits for all that was submitted."""
-        self._staging.download(self._buffers, into, self._offsets[buffer.name])
+    def read(self, buffer: Buffer, into: memoryview, first_row: int = 0) -> None:
+        """Rows of a buffer from `first_row` on; waits for all that was submitted."""
+        offset = self._offsets[buffer.name] + first_row * buffer.stride_bytes
+        self._staging.download(self._buffers, into, offset)
 
     def write(self, buffer: Buffer, rows: memoryview | bytes) -> None:
         """Set the first rows of a buffer."""
-        offset = self._offsets[buffer.name]
-        part = replace(
-            self._buffers,
-            address=self._buffers.address + offset,
-            offset=self._buffers.offset + offset,
-        )
+        part = self._buffers.part(self._offsets[buffer.name], len(rows))
         self._staging.upload([(part, rows)])
 
     def close(self) -> None:
         """Give the memory back; waits for what is running."""
-        self._device.compute.wait()
+        self._device.rest()
         for commands in self._recorded.values():
             self._device.compute.free(commands)
         for span in self._spans:

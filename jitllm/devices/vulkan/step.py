@@ -47,6 +47,7 @@ class DeviceStep:
         for word, offset in layout.offsets.items():
             self._ctx[word] = span.address + offset
         self._ctx[Ctx.ONE] = 1
+        self.num_tokens = self.num_outputs = 0
 
         def part(word: Ctx) -> memoryview:
             start = layout.offsets[word]
@@ -68,14 +69,20 @@ class DeviceStep:
 
     def set_counts(self, num_tokens: int, num_outputs: int) -> None:
         """Set the counts of a step."""
+        self.num_tokens, self.num_outputs = num_tokens, num_outputs
         self._ctx[Ctx.NUM_TOKENS] = num_tokens
         self._ctx[Ctx.NUM_OUTPUTS] = num_outputs
         self._ctx[Ctx.TOKEN_PANELS] = -(-num_tokens // PANEL_TOKENS)
         self._ctx[Ctx.OUTPUT_PANELS] = -(-num_outputs // PANEL_TOKENS)
 
+    @property
+    def change(self) -> tuple[DeviceSpan, memoryview]:
+        """What is to be brought to the device."""
+        return self._span, memoryview(self._bytes)
+
     def upload(self) -> None:
         """Bring it to the device, before whatever is submitted next."""
-        self._staging.upload([(self._span, memoryview(self._bytes))])
+        self._staging.upload([self.change])
 
     def fetch_records(self, num_outputs: int) -> None:
         """The first records as the device has them; waits for all that was submitted."""

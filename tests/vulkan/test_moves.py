@@ -1,0 +1,152 @@
+"""Blocks move between the host and a Vulkan device while replies go on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jitllm.compose import Loaded
+from jitllm.engine import Request
+from jitllm.errors import PlacementError
+from tests.conftest import TinyModel
+from tests.models.native import Reply, opened, reply
+from tests.models.test_moves import REQUESTS as LONG
+from tests.models.test_moves import following, moving, num_blocks
+from tests.ops.vulkan import needs_vulkan
+
+pytestmark = [pytest.mark.vulkan, needs_vulkan]
+
+CPU, GPU = "cpu:0", "vulkan:0"
+REQUESTS = tuple(replace(request, max_tokens=50) for request in LONG)
+MAX_DIFFERENCES = {"f32": 0.01, "q8_0": 0.3, "q4_k": 0.3}
+"""Of a logit, between a reply that moves and one on the host, by weight type. Keys and values are
+half floats, and an activation that is rounded to another byte weighs more than that."""
+
+
+@pytest.fixture(
+    scope="module", params=[("llama", "q8_0"), ("gemma3", "f32"), ("llama-q", "q4_k")], ids="-".join
+)
+def model(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
+    return tiny_model(*request.param)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is given back is overwritten, on either side."""
+    monkeypatch.setenv("JITLLM_POISON", "1")
+
+
+@asynccontextmanager
+async def both(model: Path, devices: str = f"{CPU},{GPU}", **choices: Any) -> AsyncIterator[Loaded]:
+    choices = {
+        "page_sizes": ((CPU, 16), (GPU, 4)),
+        "placement": f"*={CPU}",
+        "threads": 1,
+        "move_share": 0.99,
+        "strict": True,
+        **choices,
+    }
+    async with opened(model, devices=devices, **choices) as loaded:
+        yield loaded
+
+
+async def quiet(model: Path, requests: Sequence[Request] = REQUESTS) -> list[Reply]:
+    """Each alone, on the host."""
+    async with opened(model, devices=CPU, threads=1, page_size_tokens=16) as loaded:
+        return [await reply(loaded.engine, request) for request in requests]
+
+
+def check(model: Path, replies: Sequence[Reply], expected: Sequence[Reply]) -> None:
+    """Logits are in a band as long as the ids are the same, which they are for most of the way."""
+    most = MAX_DIFFERENCES[model.stem.rsplit("-", 1)[1]]
+    num_same = 0
+    for got, want in zip(replies, expected, strict=True):
+        assert len(got.ids) == len(want.ids)
+        differ = (i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b)
+        same = next(differ, len(want.ids))
+        rows = slice(0, same + 1)  # the first one that differs has the same history too
+        assert np.abs(got.logits[rows] - want.logits[rows]).max() <= most
+        num_same += same
+    assert num_same > len(replies) * len(expected[0].ids) // 2
+
+
+@pytest.mark.parametrize(
+    "placement", [f"0=vulkan:0,*={CPU}", f"0={CPU},*={GPU},head={CPU}", f"*={CPU},head={GPU}"]
+)
+async def test_a_route_through_both_gives_the_same_answer(model: Path, placement: str) -> None:
+    expected = await quiet(model)
+    async with both(model, placement=placement) as loaded:
+        check(model, [await reply(loaded.engine, request) for request in REQUESTS], expected)
+
+
+async def test_all_blocks_go_there_and_back_again_and_again(model: Path) -> None:
+    """Away from the host while replies stand still: it would have ended them meanwhile."""
+    expected = await quiet(model)
+    async with both(model, placement=f"*={GPU}") as loaded:
+        engine, done = loaded.engine, []
+        blocks = range(await num_blocks(engine))
+        seen = [asyncio.Event() for _ in REQUESTS]
+        tasks = [
+            asyncio.create_task(following(engine, request, event))
+            for request, event in zip(REQUESTS, seen, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in seen))
+        for _ in range(2):
+            done.append(await engine.move(blocks, CPU, head=True))
+            done.append(await engine.move(blocks, GPU, head=True, is_live=False))
+        replies = [await task for task in tasks]
+        stats = await engine.stats()
+    check(model, replies, expected)
+    assert stats.moves == len(done)
+    assert all(moved.pages > 0 for moved in done)
+    assert stats.steps < sum(len(reply.ids) for reply in replies)  # they were computed together
+
+
+async def test_random_blocks_with_holes_go_anywhere(model: Path) -> None:
+    expected = await quiet(model)
+    dice = random.Random(1)
+    async with both(model, placement=f"*={GPU}") as loaded:
+        n = await num_blocks(loaded.engine)
+
+        def moves() -> Any:
+            placement = [GPU] * (n + 1)
+            while True:
+                to = dice.choice((CPU, GPU))
+                chosen = [b for b in range(n + 1) if dice.random() < 0.5 and placement[b] != to]
+                for block in chosen:
+                    placement[block] = to
+                if chosen:
+                    yield [b for b in chosen if b < n], to, n in chosen
+
+        replies, done = await moving(loaded.engine, REQUESTS, moves())
+    check(model, replies, expected)
+    assert len(done) > 2
+
+
+async def test_nothing_is_computed_again(model: Path) -> None:
+    async with both(model, placement=f"*={GPU}") as loaded:
+        blocks = range(await num_blocks(loaded.engine))
+        moves = [(blocks, to, True) for _ in range(3) for to in (CPU, GPU)]
+        replies, done = await moving(loaded.engine, REQUESTS[:1], moves)
+        stats = await loaded.engine.stats()
+    assert len(done) > 1
+    assert stats.steps == len(replies[0].ids)  # the first token comes with the prompt
+
+
+async def test_a_move_without_room_is_refused_with_numbers(tiny_model: TinyModel) -> None:
+    async with both(tiny_model("llama"), f"{CPU},{GPU}=13M") as loaded:
+        blocks = range(await num_blocks(loaded.engine))
+        with pytest.raises(PlacementError, match=r"no room for .* on vulkan:0: .* MiB are missing"):
+            await loaded.engine.move(blocks, GPU, head=True)
+        await loaded.engine.move([1], GPU)
+        stats = await loaded.engine.stats()
+        assert str(stats.placement) == f"0={CPU},1={GPU},2={CPU},head={CPU}"
+        assert len((await reply(loaded.engine, REQUESTS[0])).ids) == 50
