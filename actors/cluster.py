@@ -46,10 +46,15 @@ OBJECT_STORE_BYTES = 100 << 20
 SETTINGS = {
     "worker_niceness": 0,
     "enable_metrics_collection": False,
+    "event_stats": False,
+    "memory_monitor_refresh_ms": 0,
+    "raylet_report_resources_period_milliseconds": 1000,
     "task_events_report_interval_ms": 0,
 }
 """Of a cluster that is started here. It collects nothing about itself: there is no task to see but
-an actor's start and end, and who leaves a cluster that has crashed would wait 15 s to report."""
+an actor's start and end, and who leaves a cluster that has crashed would wait 15 s to report. It
+kills nobody for the memory that is left: budgets are what bounds ours. What it does all the time
+it does on cores that compute."""
 
 _MAX_FOLDER = 40
 """Letters in the path of our folder: Ray puts sockets into it, whose paths have limits."""
@@ -190,6 +195,8 @@ def _join(how: str, dashboard: bool) -> str:
         _check_address(how)
         options["address"] = how
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
+    # Else it lists its folder ten times a second.
+    os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")
     _redirect_prints()
     try:
         with _own_signals(), _private_files(), _own_sessions():
