@@ -28,6 +28,7 @@ VERBS = (
     "speed",
     "batch",
     "score",
+    "verify",
     "asm",
     "cache",
     "convert",
