@@ -11,8 +11,8 @@ Knows the route and positions. Knows no request and no plan.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
@@ -190,7 +190,8 @@ class Mover:
         move = _Move(to, leaving, base, target, marks, began_s, sampled)
         if is_live:
             try:
-                await self._prepare(move)
+                with _losses_refused():
+                    await self._prepare(move)
             except BaseException:
                 await self._abandon(move)
                 raise
@@ -343,16 +344,17 @@ class Mover:
         route = self._route
         async with self._replies.between_steps() as since_s:
             try:
-                if not is_live:
-                    await self._make_room(move)
-                    await self._bring(move)
-                self._check(move)
-                before = move.bytes_before
-                while pieces := move.marks.next(self._computed()):
-                    await self._carry(move, pieces)
-                for name, blocks in move.blocks.items():
-                    await self._device(move, name).ask(Hand(blocks, move.epoch))
-                await self._device(move, move.to).ask(Adopt(move.all_blocks, move.epoch))
+                with _losses_refused():
+                    if not is_live:
+                        await self._make_room(move)
+                        await self._bring(move)
+                    self._check(move)
+                    before = move.bytes_before
+                    while pieces := move.marks.next(self._computed()):
+                        await self._carry(move, pieces)
+                    for name, blocks in move.blocks.items():
+                        await self._device(move, name).ask(Hand(blocks, move.epoch))
+                    await self._device(move, move.to).ask(Adopt(move.all_blocks, move.epoch))
             except BaseException:  # before the next step finds blocks that nobody owns
                 await self._abandon(move)
                 raise
@@ -422,6 +424,15 @@ class Mover:
         await route.leave(move.to)
         with suppress(Stopped):
             await route.divide()
+
+
+@contextmanager
+def _losses_refused() -> Iterator[None]:
+    """Whoever is lost within it ends a move, and no more than that: nothing has moved."""
+    try:
+        yield
+    except Stopped as error:
+        raise PlacementError(f"{error.problem}; no block has moved", "move again") from error
 
 
 def _leaving(base: Placement, target: Placement) -> dict[str, tuple[int, ...]]:

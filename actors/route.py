@@ -125,15 +125,15 @@ class Route:
                 return
 
     async def _bury(self, dead: str, error: Stopped) -> None:
-        """Give the blocks of a device that is no more to who is next to them on the route."""
+        """Give the blocks of a device that is no more to who is next to them on the route.
+
+        A device that pages has room for any number of them, so one with a memory of its own gets
+        some only where there is no other.
+        """
         site = self.sites[dead]
         self._give_up(dead, error)
-        owners = [*self._placement.blocks, self._placement.head]
-        for index, owner in enumerate(owners):
-            if owner == dead:
-                after = next((o for o in owners[index:] if o in self.sites), None)
-                owners[index] = owners[index - 1] if index else after or next(iter(self.sites))
-        self.placement = replace(self._placement, blocks=tuple(owners[:-1]), head=owners[-1])
+        paging = [name for name, other in self.sites.items() if not other.has_memory]
+        self.placement = self._placement.without(dead, paging or list(self.sites))
         with suppress(Stopped):  # what the dead held goes, and what it would compute with
             await site.pager.ask(Forget(site.device))
             await site.pager.ask(Place(()))  # others may read its dense region

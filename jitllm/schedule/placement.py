@@ -121,6 +121,19 @@ class Placement:
             self, blocks=tuple(owners), head=to if takes_head else self.head, epoch=self.epoch + 1
         )
 
+    def without(self, gone: str, heirs: Sequence[str]) -> Self:
+        """The same where what is on `gone` is on `heirs`, of which there is one at least.
+
+        Each block goes to the heir that comes before it on the route, or else after it; pins and
+        epoch stay.
+        """
+        owners = [*self.blocks, self.head]
+        for index, owner in enumerate(owners):
+            if owner == gone:
+                near = (*reversed(owners[:index]), *owners[index:])
+                owners[index] = next((device for device in near if device in heirs), heirs[0])
+        return replace(self, blocks=tuple(owners[:-1]), head=owners[-1])
+
     def marked(self, pinned: Iterable[int] = (), streamed: Iterable[int] = ()) -> Self:
         """The same with these pins and streamed blocks and no others, one epoch later."""
         return replace(

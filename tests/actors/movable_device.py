@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,14 +176,21 @@ class Scene:
 
 @asynccontextmanager
 async def moving(
-    faults: Mapping[str, Sequence[Fault]] = {}, placement: str = "0000", **choices: Any
+    faults: Mapping[str, Sequence[Fault]] = {},
+    placement: str = "0000",
+    *,
+    with_memory: Collection[str] = (),
+    **choices: Any,
 ) -> AsyncIterator[Scene]:
-    """A model whose blocks, and whose head, are on the devices of these numbers."""
+    """A model whose blocks, and whose head, are on the devices of these numbers.
+
+    with_memory: devices that are said to have a memory of their own.
+    """
     choices = {"context_tokens": 256, "page_tokens": 4, "move_share": 1.0, **choices}
     async with asyncio.timeout(30), Runtime() as runtime:
         devices = {name: MovableDevice(name, faults.get(name, ())) for name in SIZES}
         refs = {name: await runtime.spawn(device, name) for name, device in devices.items()}
-        sites = {name: Site(ref, ref) for name, ref in refs.items()}
+        sites = {name: Site(ref, ref, has_memory=name in with_memory) for name, ref in refs.items()}
         owners = [f"cpu:{number}" for number in placement]
         route = Route(sites, Placement(tuple(owners[:-1]), owners[-1]), 1 << 30)
         scheduler = Scheduler(

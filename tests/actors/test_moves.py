@@ -185,6 +185,36 @@ async def test_blocks_of_a_device_that_does_not_come_back_go_to_those_that_remai
         await goes_on(scene)
 
 
+@pytest.mark.parametrize(
+    ("with_memory", "heir"),
+    [("", B), (B, C), (A, B), (A + B, C), (B + C, B), (A + C, B), (A + B + C, B)],
+)
+async def test_blocks_of_a_dead_device_go_to_one_that_pages(with_memory: str, heir: str) -> None:
+    """Whose room has no end; where there is none, to the next one on the route."""
+    names = [name for name in SIZES if name in with_memory]
+    fault = Fault(Step, 3, "ends")
+    async with moving({A: [fault]}, "1012", with_memory=names) as scene:
+        async with replying(scene):
+            pass
+        assert scene.route.placement.blocks == (B, heir, B)
+        assert scene.route.placement.head == C
+        await goes_on(scene)
+
+
+@pytest.mark.parametrize("kind", [Open, Prepare, Missing, Bring, Pack, Unpack, Hand, Adopt])
+@pytest.mark.parametrize("how", ["dies", "dies after", "hangs", "ends"])
+async def test_a_loss_in_a_move_is_a_refusal_with_the_reason(kind: Any, how: str) -> None:
+    name = A if kind in (Pack, Hand) else B
+    async with moving({name: [Fault(kind, 1, how)]}) as scene:
+        async with replying(scene):
+            with pytest.raises(PlacementError, match=f"{name} was lost.*; no block has moved"):
+                await scene.client.move(ALL, B, head=True)
+            if (name, how) != (A, "ends"):
+                assert set(scene.route.placement.devices) == {A}
+        assert scene.devices[name].met
+        await goes_on(scene)
+
+
 async def test_without_any_device_requests_end_with_the_reason() -> None:
     faults = {name: [Fault(Step, 3, "ends")] for name in SIZES}
     async with moving(faults, "0120") as scene:

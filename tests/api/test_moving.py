@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import jitllm
+from actors.messages import Adopt, Bring, Hand, Missing, Pack, Prepare, Unpack
+from jitllm.api.app import create_app
+from jitllm.api.service import Limits
 from jitllm.config import EngineConfig
-from jitllm.engine import EngineStats, Moved
+from jitllm.engine import EngineStats, Moved, Request
 from jitllm.errors import JitllmError, UsageError
 from jitllm.handle import Handle
+from tests.api.fake import FakeEngine, FakeModels, served
 from tests.api.server import Server, chat_model, running
 from tests.conftest import TinyModel
+from tests.models import native
+from tests.models.deaths import Reaper, at
+from tests.models.native import opened
+from tests.models.test_moves import following
 
 DEVICES = "cpu:0,cpu:1"
 HOME = "0-2=cpu:0,head=cpu:0"
+LONG = Request(tuple(range(5, 30)), max_tokens=200)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +135,53 @@ async def test_a_map_that_cannot_be_changes_nothing(model: Handle) -> None:
     with pytest.raises(UsageError, match="give one of them"):
         await model.place("0=cpu:1", **both)
     assert str((await model.stats()).placement) == HOME
+
+
+LOSSES = [("cpu:0", Pack), ("cpu:0", Hand)] + [
+    ("cpu:1", kind) for kind in (Prepare, Missing, Bring, Unpack, Adopt)
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("device", "kind"), LOSSES)
+@pytest.mark.parametrize("how", ["move", "placement"])
+async def test_a_loss_during_a_move_is_a_conflict_with_its_reason(
+    container: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    device: str,
+    kind: type,
+    late: bool,
+) -> None:
+    """The reply under way goes on where it was, and the next move works."""
+    reaper = Reaper.installed(monkeypatch)
+    asked: dict[str, Any] = {"move": {"blocks": "0-1,head", "to": "cpu:1"}}
+    if how == "placement":
+        asked = {"placement": "0-1=cpu:1,head=cpu:1", "strict": True}
+    async with opened(container, devices=DEVICES, threads=2) as loaded:
+        model = replace(served(FakeEngine(), "tiny"), engine=loaded.engine, header=loaded.header)
+        app = create_app(FakeModels(model), Limits())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            begun = asyncio.Event()
+            reply = asyncio.create_task(following(loaded.engine, LONG, begun))
+            await begun.wait()
+            reaper.dies, reaper.late = at(device, kind, 1), late
+            refused = await client.post("/jitllm/v1/models/tiny/placement", json=asked)
+            assert refused.status_code == 409, refused.text
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("conflict_error", "placement")
+            assert error["param"] == how
+            assert f"device {device} was lost" in error["message"]
+            assert "no block has moved" in error["message"]
+            report = await client.get("/jitllm/v1/models/tiny/placement")
+            assert report.json()["placement"] == HOME
+            moved = await client.post("/jitllm/v1/models/tiny/placement", json=asked)
+            assert moved.status_code == 200, moved.text
+            assert moved.json()["placement"] == "0-1=cpu:1,2=cpu:0,head=cpu:1"
+            whole = await reply
+        assert reaper.num_deaths == 1
+        assert (await native.reply(loaded.engine, LONG)).bits == whole.bits
 
 
 async def test_a_snapshot_is_of_the_same_kinds_everywhere(model: Handle) -> None:

@@ -134,6 +134,42 @@ def test_the_remedy_of_a_pin_works() -> None:
         assert free.moved(blocks, "cpu:1", head=head).epoch == pinned.epoch + 1
 
 
+@pytest.mark.parametrize(
+    ("owners", "gone", "heirs", "after"),
+    [
+        ("aabbc", "b", "ac", "aaaac"),
+        ("aabbc", "b", "c", "aaccc"),
+        ("bbacc", "b", "ac", "aaacc"),
+        ("bbacc", "b", "c", "ccacc"),
+        ("abgba", "b", "ag", "aagga"),
+        ("agbga", "b", "a", "agaga"),
+        ("bbbbb", "b", "ca", "ccccc"),
+        ("aaaab", "b", "ac", "aaaaa"),
+        ("ggggb", "b", "ag", "ggggg"),
+        ("aaaaa", "b", "a", "aaaaa"),
+    ],
+)
+def test_what_is_left_goes_to_the_nearest_heir(
+    owners: str, gone: str, heirs: str, after: str
+) -> None:
+    before = Placement(tuple(owners[:-1]), owners[-1], epoch=3, pinned=frozenset([1]))
+    left = before.without(gone, tuple(heirs))
+    assert "".join((*left.blocks, left.head)) == after
+    assert (left.epoch, left.pinned) == (3, {1})
+
+
+@given(placements(), st.sampled_from(DEVICES), st.data())
+def test_nothing_stays_with_who_is_gone(
+    placement: Placement, gone: str, data: st.DataObject
+) -> None:
+    others = [device for device in DEVICES if device != gone]
+    heirs = data.draw(st.lists(st.sampled_from(others), min_size=1, unique=True))
+    left = placement.without(gone, heirs)
+    before, after = (*placement.blocks, placement.head), (*left.blocks, left.head)
+    for owner, heir in zip(before, after, strict=True):
+        assert heir in heirs if owner == gone else heir == owner
+
+
 def test_moves_between_placements() -> None:
     there = Placement.all_on("cpu:1", 18)
     assert HALVES.moves_to(there) == (Move(tuple(range(9)), True, "cpu:1"),)
