@@ -10,6 +10,7 @@ pytest.importorskip("ray", reason="needs the extra `ray`")
 
 from actors.cluster import Cluster
 from actors.ray import RayRuntime
+from jitllm.devices.memory import POISON_VARIABLE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,7 +21,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    with Cluster("local", dashboard=False) as cluster:
+    """Its actors overwrite what they give back: processes have the environment that it began in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(POISON_VARIABLE, "1")
+        cluster = Cluster("local", dashboard=False)
+    with cluster:
         yield cluster
 
 
