@@ -430,6 +430,7 @@ class Device(Actor):
             self._runner.take_hidden(addressof(arrived), len(hidden))
         else:
             self._runner.take_hidden(self._address(hidden), hidden.num_bytes)
+            self._check_read(hidden)
 
     def _hand_hidden(self, message: Step) -> Carried:
         """What the next leg begins with."""
@@ -442,6 +443,11 @@ class Device(Actor):
         if inline:
             return string_at(self._outbox.address + offset, num_bytes)
         return Slice(self._outbox.handle(), offset, num_bytes)
+
+    def _check_read(self, piece: Slice) -> None:
+        """Raise `Lost` for what was given back before it could be read."""
+        if not memory.holds(piece.handle):
+            raise Lost(self._name, "what it was handed had gone before it could read it")
 
     def _address(self, piece: Slice) -> int:
         """Where bytes of another device can be read here."""
@@ -765,6 +771,8 @@ class Device(Actor):
         tables = partial(self._copies, parcel.blocks, parcel.pieces, out=False, first=first)
         if num_pages:
             await self._runner.unpack(tables, parcel.num_bytes, address)
+            if isinstance(data, Slice):
+                self._check_read(data)
         return Unpacked(num_pages, perf_counter() - began_s)
 
     @property

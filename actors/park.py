@@ -22,8 +22,11 @@ from actors.relocate import PARCEL_BYTES
 from actors.route import Route
 from jitllm.engine import ParkedIn, ParkTotals
 from jitllm.errors import JitllmError
+from jitllm.memory.ownership import Stale
 from jitllm.memory.parked import FileStore, Layout, MemoryStore, Parked, Store
 from jitllm.schedule.sequence import Sequence as TokenStream
+
+BEGAN_AGAIN = "it began again, and knows nothing of before"
 
 _WEIGHT = 0.25  # of the latest one in what a park or a resume takes
 
@@ -105,10 +108,8 @@ class Parker:
                 if not blocks:
                     continue
                 device = self._route.sites[name].device
-                parcel: Parcel = await device.ask(Pack(blocks, pieces, True, epoch, 0))
-                if parcel.pieces != pieces or not isinstance(parcel.data, bytes):
-                    raise Lost(device.name, "it began again, and knows nothing of before")
-                await beside(partial(_put, parked, blocks, start, stop, parcel.data))
+                parcel = await _packed(device, Pack(blocks, pieces, True, epoch, 0))
+                await beside(partial(_put, parked, blocks, start, stop, parcel))
 
     # --- in ----------------------------------------------------------------------------------
 
@@ -184,6 +185,17 @@ class Parker:
 
 def _piece(sequence: TokenStream, start: int, stop: int) -> Piece:
     return Piece(sequence.id, start, tuple(sequence.tokens[start:stop]))
+
+
+async def _packed(device: Ref, pack: Pack) -> bytes:
+    """What a device has of the pieces. Raises `Lost` for one that has not all of them."""
+    try:
+        parcel: Parcel = await device.ask(pack)
+    except Stale as error:  # nothing moves between two steps: it owns no block yet
+        raise Lost(device.name, BEGAN_AGAIN) from error
+    if parcel.pieces != pack.pieces or not isinstance(parcel.data, bytes):
+        raise Lost(device.name, BEGAN_AGAIN)
+    return parcel.data
 
 
 def _put(

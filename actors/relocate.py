@@ -41,8 +41,9 @@ from actors.messages import (
 )
 from actors.route import Route, Site
 from jitllm.engine import Moved, MoveTotals
-from jitllm.errors import PlacementError
+from jitllm.errors import JitllmError, PlacementError
 from jitllm.log import logger
+from jitllm.memory.ownership import Stale
 from jitllm.schedule.placement import Move as PlannedMove
 from jitllm.schedule.placement import Placement, shown_blocks
 from jitllm.schedule.placement_map import attached
@@ -75,6 +76,11 @@ class Replies(Protocol):
 
     def between_steps(self) -> AbstractAsyncContextManager[float]:
         """No step runs within it; the moment at which the last one ended."""
+        ...
+
+    async def begin_again(self, error: JitllmError) -> None:
+        """Somebody was lost; see to it that all devices know what is theirs, also where no step
+        would find out."""
         ...
 
     @property
@@ -188,14 +194,23 @@ class Mover:
         marks = self._marks = Watermarks(position_bytes, PARCEL_BYTES)
         began_s, sampled = perf_counter(), self._replies.num_sampled
         move = _Move(to, leaving, base, target, marks, began_s, sampled)
-        if is_live:
-            try:
-                with _losses_refused():
-                    await self._prepare(move)
-            except BaseException:
-                await self._abandon(move)
-                raise
-        return await self._hand_over(move, is_live=is_live)
+        try:
+            if is_live:
+                await self._prepare(move)
+            return await self._hand_over(move, is_live=is_live)
+        except PlacementError as error:
+            if isinstance(error.__cause__, JitllmError) and not self._was_guest(error.__cause__):
+                await self._replies.begin_again(error.__cause__)
+            raise
+
+    def _was_guest(self, error: JitllmError) -> bool:
+        """Whether who was lost had nothing of the model."""
+        if not isinstance(error, Stopped):
+            return False
+        try:
+            return self._route.name_of(error.name) not in self._route.placement.devices
+        except KeyError:  # it was given up
+            return True
 
     def fell_back(self, sequence: int, position: int) -> None:
         """A sequence is computed again from a position on."""
@@ -216,7 +231,15 @@ class Mover:
     # --- prepare -----------------------------------------------------------------------------
 
     async def _prepare(self, move: _Move) -> None:
-        """Have everything at the destination, but for what is computed meanwhile."""
+        """Have everything at the destination, but for what is computed meanwhile, or nothing."""
+        try:
+            with _losses_refused():
+                await self._fill(move)
+        except BaseException:
+            await self._abandon(move)
+            raise
+
+    async def _fill(self, move: _Move) -> None:
         await self._make_room(move)
         await self._bring(move)
         while move.rounds < MAX_ROUNDS and self._lags(move):
@@ -431,7 +454,7 @@ def _losses_refused() -> Iterator[None]:
     """Whoever is lost within it ends a move, and no more than that: nothing has moved."""
     try:
         yield
-    except Stopped as error:
+    except (Stopped, Stale) as error:  # stale: it began again, and knows of no move
         raise PlacementError(f"{error.problem}; no block has moved", "move again") from error
 
 

@@ -354,11 +354,21 @@ class Scheduler(Actor):
         async with self.between_steps():
             for sequence in self._named(message.name):
                 if sequence in self._running:
-                    await self._park(sequence, message.to, self._held)
-                elif sequence in self._waiting:
+                    await self._park_running(sequence, message.to)
+                if sequence in self._waiting:
                     self._waiting.remove(sequence)
                     self._held.append(sequence)
+            if self._is_draining:  # meanwhile: what is parked could never end
+                self._resume(list(self._held))
         return self._states(message.name)
+
+    async def _park_running(self, sequence: Sequence, to: ParkedIn) -> None:
+        """Park one that runs; where a device died of it, it waits, and has nothing to be parked."""
+        try:
+            await self._park(sequence, to, self._held)
+        except Stopped:
+            if sequence not in self._waiting:
+                raise
 
     def _resume_all(self, name: str) -> Sessions:
         self._resume(self._named(name))
@@ -400,6 +410,12 @@ class Scheduler(Actor):
         self._interrupt()
         async with self._stepping:
             yield self._done_s if self._running else time.perf_counter()
+
+    async def begin_again(self, error: JitllmError) -> None:
+        """See `Replies`."""
+        async with self.between_steps():
+            if not self._running:  # else the next step finds out who it was
+                await self._recover(error)
 
     # --- stepping ----------------------------------------------------------------------------
 
@@ -673,7 +689,7 @@ class Scheduler(Actor):
         except Stopped as error:
             await self._recover(error)
 
-    async def _recover(self, error: Stopped, *others: Sequence) -> None:
+    async def _recover(self, error: JitllmError, *others: Sequence) -> None:
         """What a device had computed is gone; it is computed again, from the tokens.
 
         others: sequences that it was occupied with besides those that run. A sequence that was

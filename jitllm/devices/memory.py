@@ -126,6 +126,14 @@ def attach(handle: Handle) -> Iterator[int]:
         _libc.munmap(address, num_bytes)
 
 
+def holds(handle: Handle) -> bool:
+    """Whether a span of this process still holds what was written to it; true of any other's.
+
+    Where who attached may outlive who reserved it, ask after reading.
+    """
+    return handle.pid != os.getpid() or handle.address in _spans
+
+
 def _own_view(handle: Handle) -> memoryview:
     """What keeps the pages of a span of this process mapped."""
     span = _spans.get(handle.address)
@@ -221,9 +229,9 @@ class Span:
         """Give everything back; the address must not be used any more."""
         if self._is_closed:
             return
+        del _spans[self.address]  # from here on nobody may count on what it holds
         self._give_back(0, self.num_bytes)
         self._is_closed = True
-        del _spans[self.address]
         # While somebody keeps a view there is an error, and the bare address space goes with it.
         with contextlib.suppress(BufferError):
             self._map.close()

@@ -215,6 +215,22 @@ async def test_a_loss_in_a_move_is_a_refusal_with_the_reason(kind: Any, how: str
         await goes_on(scene)
 
 
+@pytest.mark.parametrize("name", [A, B, C])
+async def test_a_death_that_nobody_noticed_ends_one_move_at_most(name: str) -> None:
+    """No reply runs, and so no step finds out; the next move works, and so does the one after."""
+    async with moving(placement="0020") as scene:
+        await one_reply(scene, REQUESTS[0])
+        scene.devices[name].begin_again()
+        is_refused = await tried(scene, ALL, B, head=True) is None
+        assert is_refused == (name != B)
+        losses = (await scene.scheduler.ask(SchedulerStatsRequest())).losses
+        assert losses == is_refused
+        if is_refused:
+            await scene.client.move(ALL, B, head=True)
+        scene.check()
+        await goes_on(scene)
+
+
 async def test_without_any_device_requests_end_with_the_reason() -> None:
     faults = {name: [Fault(Step, 3, "ends")] for name in SIZES}
     async with moving(faults, "0120") as scene:

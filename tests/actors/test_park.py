@@ -30,7 +30,7 @@ from actors.messages import (
 )
 from actors.park import Parker
 from jitllm.engine import Delta, Finish, ParkedIn, Priority, Request, SequenceState
-from jitllm.errors import JitllmError, UnknownSession
+from jitllm.errors import Draining, JitllmError, UnknownSession
 from jitllm.schedule.plan import Budget
 from tests.actors.test_losses import MortalDevice, at
 from tests.actors.test_scheduler import all_of, scheduling, tokens, until
@@ -202,10 +202,8 @@ async def test_no_reply_changes_when_a_device_dies_of_it(
         tasks = [asyncio.create_task(all_of(client, request)) for request in requests]
         for name in ("r0", "r1", "r2"):
             await until_tokens(client, name, 3)
-            try:
-                await client.park(name)
-            except Stopped:
-                assert kind is Pack
+            [parked] = await client.park(name)
+            assert parked.state is SequenceState.PARKED
         for name in ("r0", "r1", "r2"):
             await client.resume(name)
         for task, request in zip(tasks, requests, strict=True):
@@ -243,6 +241,48 @@ async def test_no_reply_changes_whenever_it_dies(tmp_path: Path, seed: int) -> N
         stats = await ref.ask(SchedulerStatsRequest())
     assert device.promised == {}
     assert stats.parked_disk_bytes == 0
+
+
+async def test_who_is_parked_when_a_device_dies_of_it_begins_again_later(tmp_path: Path) -> None:
+    device = ParkingDevice(dies=at(Pack, 1))
+    async with parking(device, tmp_path) as (client, ref):
+        task = asyncio.create_task(all_of(client, LONG))
+        other = asyncio.create_task(all_of(client, replace(LONG, name="other")))
+        await until_tokens(client, "long", 10)
+        [parked] = await client.park("long")
+        assert (parked.state, parked.parked_in) == (SequenceState.PARKED, "")
+        assert tokens(await other) == whole(LONG)
+        assert [state.state for state in await client.sessions()] == [SequenceState.PARKED]
+        await client.resume("long")
+        assert tokens(await task) == whole(LONG)
+        totals = (await ref.ask(SchedulerStatsRequest())).park_totals
+    assert (totals.parks, totals.failures) == (0, 1)
+
+
+async def test_who_does_not_survive_a_death_is_not_parked(tmp_path: Path) -> None:
+    device = ParkingDevice(dies=at(Pack, 1))
+    async with parking(device, tmp_path, falls_back=False) as (client, _):
+        task = asyncio.create_task(all_of(client, LONG))
+        await until_tokens(client, "long", 10)
+        with pytest.raises(Lost):
+            await client.park("long")
+        assert isinstance((await task)[-1].error, Lost)
+        assert await client.sessions() == ()
+
+
+@pytest.mark.parametrize("num_turns", range(0, 24, 2))
+async def test_what_is_parked_while_draining_begins_goes_on(tmp_path: Path, num_turns: int) -> None:
+    """Or draining would never end."""
+    async with parking(ParkingDevice(), tmp_path) as (client, ref):
+        task = asyncio.create_task(all_of(client, LONG))
+        await until_tokens(client, "long", 5)
+        park = asyncio.create_task(client.park("long"))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await client.drain()
+        with suppress(Draining):
+            await park
+        assert tokens(await task) == whole(LONG)
 
 
 @pytest.mark.parametrize("falls_back", [True, False])

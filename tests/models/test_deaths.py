@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from actors.device import Device
 from actors.mailbox import Lost, Stopped
 from actors.messages import Adopt, Bring, Hand, Open, Own, Pack, Prepare, Step, Steps, Unpack
 from jitllm.compose import Loaded
@@ -152,6 +153,28 @@ async def test_a_death_changes_no_reply(
         assert not stats.lost
         await everything_works(loaded.engine, expected)
     await before.are_back()
+
+
+async def test_hidden_states_of_who_died_meanwhile_are_not_gone_on_with(
+    model: Path, expected: list[tuple[Any, ...]], reaper: Reaper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first device dies when it has answered, and before the second one reads."""
+    receive, count = Device.receive, 0
+
+    async def waiting(device: Device, message: Any) -> object:
+        nonlocal count
+        if isinstance(message, Step) and message.hidden is not None:
+            count += 1
+            if count == 12:
+                assert reaper.runtime is not None
+                await reaper.runtime.kill(f"device {FIRST}")
+        return await receive(device, message)
+
+    async with two_devices(model, placement="0-2=cpu:0,*=cpu:1") as loaded:
+        monkeypatch.setattr(Device, "receive", waiting)
+        assert await bits(loaded.engine) == expected
+        assert (await loaded.engine.stats()).losses == 1
+        await everything_works(loaded.engine, expected)
 
 
 MOVE_POINTS = {

@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from jitllm.devices.memory import (
     Memory,
     SharedMemory,
     attach,
+    holds,
     round_up,
 )
 from jitllm.errors import JitllmError
@@ -199,6 +201,16 @@ def test_an_address_outlives_a_span_that_is_closed_meanwhile(memory: Memory) -> 
         ctypes.string_at(address, 4 * MIB)  # whatever is there: not a crash
     with pytest.raises(JitllmError, match="no view of 4"), attach(Handle(os.getpid(), address, 4)):
         pass
+
+
+def test_a_handle_holds_what_was_written_until_its_span_is_closed(memory: Memory) -> None:
+    with memory.reserve(PAGE_BYTES) as span:
+        handle = span.handle()
+        with attach(handle):
+            assert holds(handle)
+            span.close()
+            assert not holds(handle)
+    assert holds(replace(handle, pid=1))  # which nobody here can know
 
 
 @pytest.mark.parametrize("fd", [-1, 1 << 20], ids=["private", "closed"])
