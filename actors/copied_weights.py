@@ -63,6 +63,7 @@ class CopiedWeights:
         self._frames = owned.enter_context(memory.attach(located.blocks))
         self._offsets = located.offsets
         self._name = ""
+        self.place_name, self.remedy = arena.name, arena.remedy
         self._turn = asyncio.Lock()
         self._throttle: Throttle | None = None
         self._parts: frozenset[int] = frozenset()

@@ -60,7 +60,7 @@ from actors.supply import Supply
 from jitllm.devices import memory
 from jitllm.devices.runner import Runner, SeatMemory
 from jitllm.engine import MAX_TOP_LOGPROBS, Logits, Sampling, TopLogprobs
-from jitllm.errors import JitllmError, OverBudget, PlacementError
+from jitllm.errors import JitllmError, OutOfPages, OverBudget, PlacementError
 from jitllm.kernels.op import Buffer
 from jitllm.kernels.sample import (
     PAIR_BYTES,
@@ -368,10 +368,15 @@ class Device(Actor):
             seat.promised_tokens = min(num_tokens + MIN_PROMISED_TOKENS, seat.max_tokens)
             await self._charge()
         if not pages.grow(sequence, num_tokens):
-            raise OverBudget(
-                f"KV of {num_tokens} positions",
-                pages.num_sets(num_tokens) * pages.set_bytes,
-                pages.num_free * pages.set_bytes,
+            memory = self._supply.memory()
+            free_bytes = pages.num_free * pages.set_bytes
+            raise OutOfPages(
+                self._name,
+                sequence,
+                f"KV of {num_tokens} positions on {self._supply.place_name}",
+                (pages.num_sets(num_tokens) - pages.num_taken(sequence)) * pages.set_bytes,
+                free_bytes if memory is None else memory.budget_bytes - memory.used_bytes,
+                self._supply.remedy,
             )
 
     def _publish(self, span: Span) -> None:
@@ -633,8 +638,9 @@ class Device(Actor):
                 blocks = [block for block in message.blocks if block != self._head]
                 shown = shown_blocks(blocks, self._head in message.blocks)
                 raise PlacementError(
-                    f"no room for {shown} on {self._name}: {format_size(missing)} are missing",
-                    "place fewer blocks there, or raise its budget",
+                    f"no room for {shown} on {self._supply.place_name}: "
+                    f"{format_size(missing)} are missing",
+                    f"place fewer blocks there or {self._supply.remedy}",
                 )
             await self._supply.complete(message.blocks)
 

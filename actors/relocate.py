@@ -40,6 +40,7 @@ from actors.messages import (
     Unpacked,
 )
 from actors.route import Route, Site
+from jitllm.devices.grammar import more_memory
 from jitllm.engine import Moved, MoveTotals
 from jitllm.errors import JitllmError, PlacementError
 from jitllm.log import logger
@@ -264,7 +265,7 @@ class Mover:
             raise PlacementError(
                 f"no room for {shown_blocks(move.all_blocks, False)} on {move.to}: "
                 f"{format_size(refused.need_bytes)} are missing",
-                "move fewer blocks, or raise -maxmem",
+                f"move fewer blocks or {self._more_memory(move.to)}",
             )
         self._check(move)
         is_guest = move.to not in move.base.devices
@@ -275,6 +276,9 @@ class Mover:
                 if sequence in self._replies.running():  # it may have ended, or been parked
                     await self._expect(move, sequence, is_guest=is_guest)
 
+    def _more_memory(self, name: str) -> str:
+        return more_memory(name) if self._route.sites[name].has_memory else "raise -maxmem"
+
     async def _expect(self, move: _Move, sequence: TokenStream, *, is_guest: bool) -> None:
         """A sequence's history will come; the destination may have some of it already."""
         device = self._device(move, move.to)
@@ -284,7 +288,7 @@ class Mover:
                 raise PlacementError(
                     f"no room for the history of a reply on {move.to}: "
                     f"{format_size(opened.need_bytes)} are missing",
-                    "raise -maxmem, or move after it has ended",
+                    f"{self._more_memory(move.to)}, or move after it has ended",
                 )
         missing = await device.ask(Missing(sequence.id))
         move.marks.begin(sequence.id, min(missing, sequence.num_computed))

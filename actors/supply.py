@@ -30,6 +30,11 @@ class Supply(Protocol):
     """What a device needs of it. Blocks have the numbers that messages give them; the one after the
     last stands for the head."""
 
+    place_name: str
+    """Where keys and values are, for messages."""
+    remedy: str
+    """How to give the device more memory."""
+
     async def begin(self, me: Ref, host_bytes: int) -> None:
         """A device begins, perhaps in place of one that died; what it takes of the host."""
         ...
@@ -77,6 +82,9 @@ class Supply(Protocol):
 class LeasedWeights:
     """Weights in the frames of a pager. head: the number that stands for it. keeps_dense: the pager
     has the dense region, for all devices of the node."""
+
+    place_name = "the host"
+    remedy = "raise -maxmem"
 
     def __init__(self, pager: Ref, head: int, *, keeps_dense: bool) -> None:
         self._pager = pager

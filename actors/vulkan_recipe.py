@@ -43,10 +43,11 @@ _STAGE_BYTES = 1 << 20
 class VulkanRecipe:
     """A Vulkan device, with programs for all blocks of a model.
 
-    index: the device's place in the loader's list. budget_bytes: most memory that is taken of it.
-    block_bytes: of each block's extent. The rest is as in `DeviceRecipe`.
+    name: of the device. index: its place in the loader's list. budget_bytes: most memory that is
+    taken of it. block_bytes: of each block's extent. The rest is as in `DeviceRecipe`.
     """
 
+    name: str
     index: int
     budget_bytes: int
     pager: Ref
@@ -72,7 +73,7 @@ class VulkanRecipe:
             began_s = perf_counter()
             instance = owned.enter_context(closing(Instance()))
             device = owned.enter_context(closing(VulkanDevice(instance, self.index)))
-            arena = owned.enter_context(closing(Arena(device, self.budget_bytes)))
+            arena = owned.enter_context(closing(Arena(device, self.budget_bytes, name=self.name)))
             compiler = SlangCompiler(Target.SPIRV, self.cache)
             pipelines = owned.enter_context(closing(Pipelines(device, compiler)))
             staging = owned.enter_context(closing(Staging(device, _STAGE_BYTES)))

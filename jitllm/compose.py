@@ -286,7 +286,8 @@ async def open_engine(
 
                 recipe: Recipe = VulkanRecipe(
                     index=device.ordinal,
-                    budget_bytes=_vram(one),
+                    budget_bytes=_vram(one, config),
+                    name=device.name,
                     block_bytes=header.frame_bytes,
                     **settings,
                 )
@@ -418,11 +419,10 @@ def _devices(
     return chosen, tuple(shares.get(device.name, CpuShare(0)) for device in devices)
 
 
-def _vram(chosen: ChosenDevice) -> int:
-    """What a model may take of a GPU."""
-    if chosen.budget_bytes is not None:
-        return chosen.budget_bytes
-    return default_budget(chosen.device.free_bytes)
+def _vram(chosen: ChosenDevice, config: ResolvedConfig) -> int:
+    """What a model may take of a GPU: the device list knows best, then -vram."""
+    asked = chosen.budget_bytes or config.vram_bytes
+    return asked or default_budget(chosen.device.free_bytes)
 
 
 def _room(
@@ -432,7 +432,7 @@ def _room(
     device, fixed_bytes = chosen.device, header.dense.length
     free_bytes = config.maxmem_bytes
     if device.is_gpu:
-        free_bytes = _vram(chosen)
+        free_bytes = _vram(chosen, config)
         rows = {Rows.TOKENS: limits.tokens, Rows.OUTPUTS: limits.outputs}
         fixed_bytes += sum(b.stride_bytes * rows[b.rows] for b in graph.buffers())
     return Room(device.name, free_bytes, fixed_bytes, device.speed or 1.0, has_head=True)

@@ -45,6 +45,9 @@ class EngineConfig:
     """An entry of the placement that cannot be met is an error, not a note."""
     gpu_layers: int = -1
     """Most blocks that go to GPUs; -1: all that fit."""
+    vram_bytes: int | None = None
+    """Most memory that is taken of a GPU whose entry in `devices` says nothing of it; None or 0:
+    what is free there, less an eighth and 256 MiB at the least."""
     fallback: bool = True
     """Requests survive the death of a device: what it had computed is computed again."""
     move_share: float = 0.1
@@ -77,6 +80,7 @@ class EngineConfig:
         _at_most("-max-batch", self.max_batch, MAX_ROWS)
         _at_least("-fairness", self.fairness, 0)
         _at_most("-fairness", self.fairness, 100)
+        _at_least("-vram", self.vram_bytes, 0)
         _at_least("-gpu-layers", self.gpu_layers, -1)
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))

@@ -125,13 +125,39 @@ class PageError(JitllmError):
 class OverBudget(JitllmError):
     """Something needs more memory than its budget allows."""
 
-    def __init__(self, what: str, needed_bytes: int, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        what: str,
+        needed_bytes: int,
+        budget_bytes: int,
+        remedy: str = "raise -maxmem or lower -ctx",
+    ) -> None:
         super().__init__(
             f"{what} needs {_size(needed_bytes)} and the budget leaves {_size(budget_bytes)}",
-            "raise -maxmem or lower -ctx",
+            remedy,
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+
+
+class OutOfPages(OverBudget):
+    """A device has no memory for the next positions of a sequence; nothing was computed.
+
+    device: the name of its actor.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        sequence: int,
+        what: str,
+        needed_bytes: int,
+        room_bytes: int,
+        remedy: str,
+    ) -> None:
+        super().__init__(what, needed_bytes, room_bytes, f"{remedy} or lower -ctx")
+        self.device = device
+        self.sequence = sequence
 
 
 class PlacementError(JitllmError):

@@ -167,6 +167,16 @@ _ENGINE_FLAGS = (
         help="Refuse to start unless all of -placement can be met.",
     ),
     _flag(
+        "vram",
+        str | None,
+        None,
+        "-vram",
+        metavar="SIZE",
+        help="The most memory that is taken of each GPU: 6G, 512M or bytes; vulkan:0=SIZE in "
+        "-devices says it for one. Default, and 0: what is free there, less an eighth, 256M at "
+        "the least.",
+    ),
+    _flag(
         "gpu_layers",
         int,
         -1,
@@ -339,6 +349,7 @@ def _config(
     devices: str,
     placement: str | None,
     placement_strict: bool,
+    vram: str | None,
     gpu_layers: int,
     fairness: int | None,
     kv_cache: str | None,
@@ -360,6 +371,7 @@ def _config(
         devices=devices,
         placement=placement,
         placement_strict=placement_strict,
+        vram_bytes=None if vram is None else parse_size(vram, "-vram"),
         gpu_layers=gpu_layers,
         fairness=fairness,
         kv_cache=kv_cache,

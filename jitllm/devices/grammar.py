@@ -81,6 +81,11 @@ def device_name(text: str) -> str:
     return entry.name
 
 
+def more_memory(name: str) -> str:
+    """How a user gives a GPU's blocks, keys and values more memory."""
+    return f"give it more ({FLAG} {name}=SIZE, or -vram SIZE)"
+
+
 def is_cpu(name: str) -> bool:
     """Whether a device's name is that of a CPU device, on whatever node."""
     return name.rpartition("/")[2].startswith("cpu:")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jitllm.devices.vulkan.found import find_vulkan
 from jitllm.engine import Request, Sampling
 from jitllm.errors import JitllmError, OverBudget, PlacementError
 from tests.conftest import TinyModel
@@ -82,12 +83,29 @@ async def test_a_prefix_is_computed_once(tiny_model: TinyModel) -> None:
 
 
 async def test_what_does_not_fit_is_refused_with_numbers(tiny_model: TinyModel) -> None:
-    with pytest.raises(PlacementError, match=r"no room for blocks 0-2 .*vulkan:0.* MiB are missi"):
+    with pytest.raises(
+        PlacementError, match=r"no room for blocks 0-2 .*on vulkan:0: .* MiB are .* vulkan:0=SIZE"
+    ):
         async with opened(tiny_model("llama"), devices="vulkan:0=13M"):
             pass
-    with pytest.raises(JitllmError, match="no room for the buffers of a step"):
+    with pytest.raises(JitllmError, match=r"vulkan:0 has no room for the buffers .* vulkan:0=SIZE"):
         async with opened(tiny_model("llama"), devices="vulkan:0=1M"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("devices", "vram_bytes", "expected"),
+    [("vulkan:0", 24 << 20, 24 << 20), ("vulkan:0=26M", 24 << 20, 26 << 20), ("vulkan:0", 0, None)],
+)
+async def test_the_device_list_knows_best_then_the_flag_then_what_is_free(
+    devices: str, vram_bytes: int, expected: int | None, tiny_model: TinyModel
+) -> None:
+    async with opened(tiny_model("llama"), devices=devices, vram_bytes=vram_bytes) as loaded:
+        (use,) = (await loaded.engine.stats()).devices
+    (device, *_) = find_vulkan().devices
+    most = device.free_bytes - max(device.free_bytes // 8, 256 << 20)
+    # What is free on a software device is what the host has free, which changes all the time.
+    assert use.budget_bytes == expected or (expected is None and 0.5 < use.budget_bytes / most < 2)
 
 
 async def test_a_budget_is_kept_by_the_drivers_count(tiny_model: TinyModel) -> None:
@@ -105,7 +123,7 @@ async def test_a_context_that_outgrows_the_device_ends_with_an_error(tiny_model:
     async with opened(path, **choices) as loaded:
         context = (await loaded.engine.stats()).context_tokens
         long = Request(PROMPT, max_tokens=context - len(PROMPT))
-        with pytest.raises(OverBudget, match="positions needs"):
+        with pytest.raises(OverBudget, match=r"positions on vulkan:0 needs .* vulkan:0=SIZE"):
             await reply(loaded.engine, long)
         assert len((await reply(loaded.engine, REQUESTS[0])).ids) == 30
         assert (await loaded.engine.stats()).kv_bytes == 0

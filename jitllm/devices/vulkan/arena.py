@@ -10,8 +10,11 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
+from jitllm.devices.grammar import more_memory
 from jitllm.devices.vulkan.api import VulkanError
 from jitllm.devices.vulkan.device import Device
+from jitllm.errors import JitllmError
+from jitllm.units import format_size
 
 CHUNK_BYTES = 64 << 20
 """Taken from the driver at once, for the spans that are smaller."""
@@ -137,9 +140,15 @@ def _memory_type(device: Device, allowed: int, wanted: int, liked: int) -> int:
 
 
 class Arena:
-    """Spans of a device's memory, at most `budget_bytes` of it by the driver's count."""
+    """Spans of a device's memory, at most `budget_bytes` of it by the driver's count.
 
-    def __init__(self, device: Device, budget_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+    name: what people call the device; by default the driver's name.
+    """
+
+    def __init__(
+        self, device: Device, budget_bytes: int, chunk_bytes: int = CHUNK_BYTES, name: str = ""
+    ) -> None:
+        self.name = name or device.physical.name
         self.device = device
         self.budget_bytes = budget_bytes
         self._chunk_bytes = min(chunk_bytes, device.physical.max_allocation_bytes)
@@ -155,6 +164,19 @@ class Arena:
     def room_bytes(self) -> int:
         """What the budget leaves, if none of it is lost between spans."""
         return self.budget_bytes - self.used_bytes
+
+    @property
+    def remedy(self) -> str:
+        """How to give it more."""
+        return more_memory(self.name)
+
+    def refusal(self, what: str, num_bytes: int) -> JitllmError:
+        """That there is no room for something that a model cannot do without."""
+        return JitllmError(
+            f"{self.name} has no room for {what}: {format_size(num_bytes)} beside "
+            f"{format_size(self.used_bytes)} in a budget of {format_size(self.budget_bytes)}",
+            self.remedy,
+        )
 
     def take(self, num_bytes: int) -> DeviceSpan | None:
         """A span, or None where the budget or the device has no room. Its bytes are anything.

@@ -19,7 +19,6 @@ from jitllm.devices.vulkan.device import Moment
 from jitllm.devices.vulkan.pipelines import Pipelines, traits
 from jitllm.devices.vulkan.staging import Staging
 from jitllm.devices.vulkan.step import DeviceStep, StepLayout
-from jitllm.errors import JitllmError
 from jitllm.jit.cpu import Progress
 from jitllm.kernels.gpu import Bucket, GpuLaunch
 from jitllm.kernels.op import (
@@ -122,10 +121,7 @@ class VulkanProgram:
 
     def _take(self, num_bytes: int) -> DeviceSpan:
         if (span := self._arena.take(num_bytes)) is None:
-            raise JitllmError(
-                f"{self._device.physical.name} has no room for the buffers of a step",
-                "place fewer blocks on it or raise its budget",
-            )
+            raise self._arena.refusal("the buffers of a step", num_bytes)
         self._spans.append(span)
         self.num_bytes += num_bytes
         return span

@@ -25,7 +25,7 @@ from jitllm.devices.vulkan.mirror import Mirror, Mirrors
 from jitllm.devices.vulkan.pipelines import Pipelines, traits
 from jitllm.devices.vulkan.program import VulkanProgram
 from jitllm.devices.vulkan.staging import Staging
-from jitllm.errors import JitllmError, OverBudget
+from jitllm.errors import OverBudget
 from jitllm.kernels.copy import RECORD_BYTES as COPY_BYTES
 from jitllm.kernels.copy import gpu as copying
 from jitllm.kernels.op import Buffer
@@ -126,10 +126,7 @@ class VulkanRunner:
 
     def _take(self, num_bytes: int) -> DeviceSpan:
         if (span := self._arena.take(num_bytes)) is None:
-            raise JitllmError(
-                f"{self._device.physical.name} has no room for what it copies through",
-                "raise its budget",
-            )
+            raise self._arena.refusal("what it copies through", num_bytes)
         self._spans.append(span)
         return span
 
