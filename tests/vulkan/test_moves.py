@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +127,19 @@ async def test_random_blocks_with_holes_go_anywhere(model: Path) -> None:
                 if chosen:
                     yield [b for b in chosen if b < n], to, n in chosen
 
-        replies, done = await moving(loaded.engine, REQUESTS, moves())
-    check(model, replies, expected)
-    assert len(done) > 2
+        replies, _ = await moving(loaded.engine, REQUESTS, islice(moves(), 4))
+    for same in zip(*replies, strict=False):
+        check(model, same, expected)
 
 
 async def test_nothing_is_computed_again(model: Path) -> None:
     async with both(model, placement=f"*={GPU}") as loaded:
         blocks = range(await num_blocks(loaded.engine))
         moves = [(blocks, to, True) for _ in range(3) for to in (CPU, GPU)]
-        replies, done = await moving(loaded.engine, REQUESTS[:1], moves)
+        (replies,), _ = await moving(loaded.engine, REQUESTS[:1], moves)
         stats = await loaded.engine.stats()
-    assert len(done) > 1
-    assert stats.steps == len(replies[0].ids)  # the first token comes with the prompt
+    # The first token comes with the prompt.
+    assert stats.steps == sum(len(reply.ids) for reply in replies)
 
 
 async def test_a_move_without_room_is_refused_with_numbers(tiny_model: TinyModel) -> None:
