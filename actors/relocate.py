@@ -79,9 +79,14 @@ class Replies(Protocol):
         """No step runs within it; the moment at which the last one ended."""
         ...
 
-    async def begin_again(self, error: JitllmError) -> None:
+    async def begin_again(self, error: JitllmError, num_losses: int) -> None:
         """Somebody was lost; see to it that all devices know what is theirs, also where no step
-        would find out."""
+        would find out. num_losses: as of before; when it has grown, somebody did."""
+        ...
+
+    @property
+    def num_losses(self) -> int:
+        """Losses that sequences began again after."""
         ...
 
     @property
@@ -195,13 +200,14 @@ class Mover:
         marks = self._marks = Watermarks(position_bytes, PARCEL_BYTES)
         began_s, sampled = perf_counter(), self._replies.num_sampled
         move = _Move(to, leaving, base, target, marks, began_s, sampled)
+        num_losses = self._replies.num_losses
         try:
             if is_live:
                 await self._prepare(move)
             return await self._hand_over(move, is_live=is_live)
         except PlacementError as error:
             if isinstance(error.__cause__, JitllmError) and not self._was_guest(error.__cause__):
-                await self._replies.begin_again(error.__cause__)
+                await self._replies.begin_again(error.__cause__, num_losses)
             raise
 
     def _was_guest(self, error: JitllmError) -> bool:

@@ -173,7 +173,8 @@ class Scheduler(Actor):
         self._done_s = 0.0  # when the last step was done
         self._wake = asyncio.Event()
         self._stepping = asyncio.Lock()
-        self._num_losses = 0
+        self.num_losses = 0
+        """Losses that sequences began again after."""
         self._recovery_s = 0.0  # until devices could go on, the last time
         self.num_sampled = 0
         """Tokens that were sampled so far."""
@@ -231,7 +232,7 @@ class Scheduler(Actor):
             moved_blocks=self._mover.num_moved,
             move_totals=self._mover.totals,
             last_move=self._mover.last,
-            losses=self._num_losses,
+            losses=self.num_losses,
             recovery_s=self._recovery_s,
             lost=self._route.lost,
             is_draining=self._is_draining,
@@ -411,10 +412,12 @@ class Scheduler(Actor):
         async with self._stepping:
             yield self._done_s if self._running else time.perf_counter()
 
-    async def begin_again(self, error: JitllmError) -> None:
+    async def begin_again(self, error: JitllmError, num_losses: int) -> None:
         """See `Replies`."""
         async with self.between_steps():
-            if not self._running:  # else the next step finds out who it was
+            if (
+                not self._running and self.num_losses == num_losses
+            ):  # else the next step finds out who it was
                 await self._recover(error)
 
     # --- stepping ----------------------------------------------------------------------------
@@ -719,7 +722,7 @@ class Scheduler(Actor):
             if fatal is not None or reply.losses > MAX_LOSSES:
                 self._finish(reply, Finish.ERROR, fatal or error)
         self._waiting[:0] = [s for s in lost if s.id in self._replies]
-        self._num_losses += 1
+        self.num_losses += 1
         self._recovery_s = time.perf_counter() - began_s
 
     def _finish(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:

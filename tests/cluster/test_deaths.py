@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,7 @@ from tests.cluster.test_moves import (
     replying,
 )
 from tests.conftest import TinyModel
+from tests.models.native import opened
 
 SPLIT = "0-2=cpu:0,*=cpu:1"
 POINTS = {
@@ -35,6 +39,12 @@ POINTS = {
     "prepare-history": ("*=cpu:0", "device cpu:1|Unpack|after"),
     "hand-over-source": ("*=cpu:0", "device cpu:0|Hand|after"),
     "hand-over": ("*=cpu:0", "device cpu:1|Adopt|after"),
+}
+PARKED_POINTS = {
+    "park": "device cpu:1|Pack|after",
+    "parked": "device cpu:0|Step|after",
+    "resume": "device cpu:1|Restore|after",
+    "resume-first": "device cpu:0|Restore|before",
 }
 QUICK = ("decode", "prepare-history", "hand-over")
 
@@ -87,3 +97,55 @@ async def test_a_device_that_is_killed_changes_no_reply(
         async with replying(loaded.engine, expected):
             for to in (SECOND, FIRST):
                 await loaded.engine.place(f"*={to},head={to}")
+
+
+PATIENT = replace(REQUESTS[0], max_tokens=400, name="patient")
+
+
+async def parked_at(loaded: Loaded, point: str, plan: Plan, expected: Bits, other: Bits) -> None:
+    """A death around a request that is parked: it goes on, and what was parked is not computed
+    again."""
+    engine, name = loaded.engine, PATIENT.name
+    losses = (await engine.stats()).losses
+    has_begun = asyncio.Event()
+    task = asyncio.create_task(one_reply(engine, PATIENT, has_begun))
+    await has_begun.wait()
+    if point == "park":
+        plan.order(PARKED_POINTS[point])
+    [parked] = await engine.park(name, "memory" if point == "parked" else "disk")
+    assert (parked.parked_bytes > 0) == (point != "park")
+    if point != "park":
+        plan.order(PARKED_POINTS[point])
+    if point == "parked":
+        assert await one_reply(engine, REQUESTS[1]) == other
+    before = (await engine.stats()).steps
+    await engine.resume(name)
+    assert await task == expected
+    assert not plan.is_open, f"nobody died at {point}"
+    stats = await engine.stats()
+    assert stats.losses - losses == 1
+    assert (stats.running, stats.kv_bytes, stats.lost) == (0, 0, ())
+    assert stats.parked_disk_bytes == stats.parked_memory_bytes == 0
+    if point != "park":
+        assert stats.steps - before == 400 - parked.generated_tokens
+
+
+@pytest.mark.slow
+async def test_a_request_outlives_the_devices_that_it_is_parked_of(
+    cluster: Cluster, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(tmp_path / "plan")
+    expected = await in_peace(tiny_model("gemma3", "q8_0"))
+    async with opened(tiny_model("gemma3", "q8_0"), threads=1) as embedded:
+        patient = await one_reply(embedded.engine, PATIENT)
+    monkeypatch.setattr("jitllm.compose.DeviceRecipe", mortal(plan))
+    choices: dict[str, Any] = {
+        "placement": f"{SPLIT},head=cpu:1",
+        "kv_cache": str(tmp_path),
+        "share_prefixes": False,  # nothing is to be had but from where it was parked
+    }
+    async with on_ray(tiny_model("gemma3", "q8_0"), **CHOICES, **choices) as loaded:
+        for point in PARKED_POINTS:
+            await parked_at(loaded, point, plan, patient, expected[1])
+        async with replying(loaded.engine, expected):
+            await loaded.engine.place(f"*={SECOND},head={SECOND}")
