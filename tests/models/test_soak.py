@@ -1,4 +1,4 @@
-"""Everything at once, for a while: replies, moves, budgets, requests that come and go.
+"""Everything at once, for a while: replies, moves, budgets, parking, requests that come and go.
 
 $JITLLM_SOAK_S says for how long; a minute, with `-m slow`, is a real test of patience.
 """
@@ -10,21 +10,22 @@ import os
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jitllm.engine import Engine, EngineStats, Request, Sampling
-from jitllm.errors import PlacementError
+from jitllm.engine import Engine, EngineStats, ParkedIn, Request, Sampling
+from jitllm.errors import PlacementError, UnknownSession
 from tests.conftest import TinyModel
 from tests.models.deaths import Holdings
 from tests.models.native import Reply, opened
 
 SOAK_S = float(os.environ.get("JITLLM_SOAK_S", "8"))
 NUM_SESSIONS = 8
-MOVE_EVERY_S = 0.05
+SESSIONS = tuple(f"session {number}" for number in range(NUM_SESSIONS))
+MOVE_EVERY_S, PARK_EVERY_S = 0.05, 0.03
 DEVICES = ("cpu:0", "cpu:1")
 TEXT = tuple(range(7, 300, 3))
 
@@ -63,10 +64,10 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     is_over: bool = False
 
-    async def reply_again_and_again(self) -> None:
+    async def reply_again_and_again(self, name: str) -> None:
         while not self.is_over:
             number = self.dice.randrange(len(REQUESTS))
-            whole = await one_reply(self.engine, REQUESTS[number])
+            whole = await one_reply(self.engine, replace(REQUESTS[number], name=name))
             assert whole.bits == self.expected[number], number
             self.counts["replies"] += 1
 
@@ -90,6 +91,24 @@ class Soak:
                 self.counts["refused moves"] += 1
             await asyncio.sleep(MOVE_EVERY_S)
 
+    async def park_and_resume(self) -> None:
+        """At the end nobody is parked."""
+        parked: set[str] = set()
+        while not self.is_over or parked:
+            name = self.dice.choice(SESSIONS)
+            to: ParkedIn = self.dice.choice(("disk", "memory"))
+            if self.is_over or len(parked) > NUM_SESSIONS // 2 or name in parked:
+                name = self.dice.choice(sorted(parked))
+                parked.discard(name)
+                with suppress(UnknownSession):  # its reply has ended
+                    await self.engine.resume(name)
+            else:
+                with suppress(UnknownSession):
+                    await self.engine.park(name, to)
+                    parked.add(name)
+                    self.counts["parks"] += 1
+            await asyncio.sleep(0 if self.is_over else PARK_EVERY_S)
+
     async def change_budgets(self) -> None:
         while not self.is_over:
             await self.engine.set_budget(self.dice.choice(self.budgets))
@@ -98,8 +117,9 @@ class Soak:
 
     async def run(self, num_blocks: int) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(NUM_SESSIONS):
-                tasks.create_task(self.reply_again_and_again())
+            for name in SESSIONS:
+                tasks.create_task(self.reply_again_and_again(name))
+            tasks.create_task(self.park_and_resume())
             tasks.create_task(self.come_and_leave())
             tasks.create_task(self.move(num_blocks))
             tasks.create_task(self.change_budgets())
@@ -117,37 +137,57 @@ async def at_rest(engine: Engine) -> EngineStats:
     return await engine.stats()
 
 
+async def soaked(engine: Engine, expected: list[tuple[Any, ...]]) -> None:
+    """Let everything happen, and see that all that was taken is given back."""
+    start = await at_rest(engine)
+    full = start.pages.budget_bytes
+    needed = start.pages.fixed_bytes + start.placement.num_blocks * (1 << 18)
+    soak = Soak(engine, expected, (full, full, 2 * needed, needed, needed // 2))
+    await soak.run(start.placement.num_blocks)
+    await engine.set_budget(full)
+    end = await at_rest(engine)
+    totals = end.park_totals
+    print(
+        f"{SOAK_S:.0f} s: {dict(soak.counts)}, {end.steps} steps, {end.moved_blocks} blocks moved"
+    )
+    print(f"{end.move_totals}; {totals}; evictions {end.pages.evictions}")
+    assert soak.counts["replies"] > NUM_SESSIONS
+    assert soak.counts["moves"] > 3
+    assert totals.parks > 3
+    assert totals.resumes > 0
+    assert (totals.failures, end.losses) == (0, 0)
+    assert (end.running, end.waiting, end.parked, end.kv_bytes) == (0, 0, 0, 0)
+    assert end.parked_disk_bytes == end.parked_memory_bytes == 0
+    assert end.pages.fixed_bytes == start.pages.fixed_bytes
+    assert end.pages.resident == start.pages.resident == end.placement.num_blocks
+    assert [use.placed for use in end.devices] == [use.placed for use in start.devices]
+    assert [use.kv_pages for use in end.devices] == [0, 0]
+
+
+async def in_peace(path: Path) -> list[tuple[Any, ...]]:
+    """The bits of each reply, alone and on one device."""
+    async with opened(path, threads=1) as loaded:
+        return [(await one_reply(loaded.engine, asked)).bits for asked in REQUESTS]
+
+
+CHOICES: dict[str, Any] = {
+    "devices": ",".join(DEVICES),
+    "page_sizes": ((DEVICES[0], 16), (DEVICES[1], 4)),
+    "threads": 2,
+    "move_share": 0.9,
+}
+
+
 @pytest.mark.timeout(SOAK_S * 4 + 120)
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("llama", marks=pytest.mark.slow)])
 async def test_every_reply_is_what_it_is_in_peace_and_everything_is_given_back(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, name: str
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("JITLLM_POISON", "1")
     path: Path = tiny_model(name, "q8_0")
-    async with opened(path, threads=1) as loaded:
-        expected = [(await one_reply(loaded.engine, asked)).bits for asked in REQUESTS]
+    expected = await in_peace(path)
     before = Holdings.now()
-    choices: dict[str, Any] = {
-        "devices": ",".join(DEVICES),
-        "page_sizes": ((DEVICES[0], 16), (DEVICES[1], 4)),
-        "threads": 2,
-        "move_share": 0.9,
-    }
-    async with opened(path, **choices) as loaded:
-        engine = loaded.engine
-        start = await at_rest(engine)
-        full = start.pages.budget_bytes
-        needed = start.pages.fixed_bytes + start.placement.num_blocks * (1 << 18)
-        soak = Soak(engine, expected, (full, full, 2 * needed, needed, needed // 2))
-        await soak.run(start.placement.num_blocks)
-        await engine.set_budget(full)
-        end = await at_rest(engine)
-        print(dict(soak.counts))
-        assert soak.counts["replies"] > NUM_SESSIONS
-        assert soak.counts["moves"] > 3
-        assert (end.running, end.waiting, end.kv_bytes) == (0, 0, 0)
-        assert end.pages.fixed_bytes == start.pages.fixed_bytes
-        assert end.pages.resident == start.pages.resident == end.placement.num_blocks
-        assert [use.placed for use in end.devices] == [use.placed for use in start.devices]
-        assert [use.kv_pages for use in end.devices] == [0, 0]
+    async with opened(path, kv_cache=str(tmp_path), **CHOICES) as loaded:
+        await soaked(loaded.engine, expected)
+        assert os.listdir(tmp_path) == []
     await before.are_back()
