@@ -50,6 +50,8 @@ HEAD = BLOCKS
 A, B, C = "cpu:0", "cpu:1", "cpu:2"
 SIZES = {A: 4, B: 2, C: 8}
 """Devices, and positions in their pages."""
+KV_BYTES = PARCEL_BYTES // 12
+"""Of a position in a block: four positions of all blocks make a parcel."""
 STATS = PagerStats(BLOCKS, 0, 0, 0, BLOCKS, 0, 0, 0, 1 << 20, 0, 0, 0, 0.0, 0.0, False, False)
 
 
@@ -198,7 +200,7 @@ async def moving(
             Budget(rows=4, tokens=16, outputs=4),
             vocab=1000,
             block_bytes=(1,) * (BLOCKS + 1),
-            kv_bytes=(PARCEL_BYTES // 12,) * BLOCKS,  # four positions of all blocks in a parcel
+            kv_bytes=(KV_BYTES,) * BLOCKS,
             **choices,
         )
         ref = await runtime.spawn(scheduler, "scheduler")

@@ -37,9 +37,22 @@ from actors.messages import (
     Steps,
     Unpack,
 )
-from jitllm.engine import Finish, Moved, Request
+from actors.relocate import PARCEL_BYTES
+from jitllm.engine import Delta, Finish, Moved, Request
 from jitllm.errors import JitllmError, PlacementError
-from tests.actors.movable_device import HEAD, SIZES, A, B, C, Fault, Scene, moving, reply_to
+from tests.actors.movable_device import (
+    HEAD,
+    KV_BYTES,
+    SIZES,
+    A,
+    B,
+    C,
+    Fault,
+    MovableDevice,
+    Scene,
+    moving,
+    reply_to,
+)
 from tests.actors.test_scheduler import all_of, tokens
 
 REQUESTS = tuple(Request(tuple(range(1, n + 1)), max_tokens=12 + n) for n in (3, 9, 1))
@@ -257,6 +270,46 @@ async def test_what_ended_before_a_death_has_ended() -> None:
                 deltas = await all_of(scene.client, request)
                 assert tokens(deltas) == reply_to(request)
                 assert deltas[-1].finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize("placement", ["0000", "0020", "0200"])
+async def test_nothing_that_is_copied_at_once_is_larger_than_a_parcel(placement: str) -> None:
+    """However long histories are, and however many; so no reply waits long for a part of them."""
+    long = Request(tuple(range(1, 120)), max_tokens=100)
+    async with moving({}, placement) as scene:
+        sizes: list[int] = []
+        for device in scene.devices.values():
+            watch_parcels(device, sizes)
+        has_begun = asyncio.Event()
+        replies = [asyncio.create_task(followed(scene, long, has_begun)) for _ in range(3)]
+        await has_begun.wait()
+        for to in (B, C, A):
+            await scene.client.move(ALL, to, head=True)
+        assert [tokens(await reply) for reply in replies] == [reply_to(long)] * 3
+    assert len(sizes) > 20
+    assert max(sizes) <= PARCEL_BYTES
+
+
+def watch_parcels(device: MovableDevice, sizes: list[int]) -> None:
+    """Bytes of each piece of history that a device is asked for."""
+    receive = device.receive
+
+    async def watched(message: Any) -> object:
+        if isinstance(message, Pack):
+            num_tokens = sum(len(piece.tokens) for piece in message.pieces)
+            sizes.append(num_tokens * len(message.blocks) * KV_BYTES)
+        return await receive(message)
+
+    device.receive = watched  # type: ignore[method-assign]
+
+
+async def followed(scene: Scene, request: Request, has_begun: asyncio.Event) -> list[Delta]:
+    """All deltas of a reply; says when it has begun."""
+    deltas = []
+    async for delta in scene.client.generate(request):
+        deltas.append(delta)
+        has_begun.set()
+    return deltas
 
 
 # --- moves beside each other ---------------------------------------------------------------------
