@@ -11,7 +11,7 @@ from actors.relocate import Mover
 from actors.route import Route
 from jitllm.engine import Moved
 from jitllm.errors import JitllmError, PlacementError
-from jitllm.schedule.placement import Decline, Move, Placement
+from jitllm.schedule.placement import STREAM, Decline, Move, Placement
 from jitllm.schedule.placement_map import PlacementMap
 
 
@@ -45,15 +45,18 @@ class Arranger:
             refused: list[tuple[Move, str]] = []
             for move in base.moves_to(target):
                 try:
-                    moved.append(await self._mover.carry_out(move, pins_hold=False))
+                    moved.append(await self._carry_out(move, target))
                 except JitllmError as error:
                     if strict:
                         await self._go_back(base, error)
                         raise
                     refused.append((move, error.problem))
-            self._mark(target)
+            declined += await self._mark(target)
             self._declined, self._refused = list(declined), refused
             return tuple(moved)
+
+    async def _carry_out(self, move: Move, target: Placement) -> Moved:
+        return await self._mover.carry_out(move, pins_hold=False, streamed=target.streamed)
 
     def _resolved(
         self, wanted: PlacementMap, *, strict: bool
@@ -65,21 +68,31 @@ class Arranger:
         """Undo moves, because of `error`; if even that fails, say so."""
         try:
             for move in self._route.placement.moves_to(base):
-                await self._mover.carry_out(move, pins_hold=False)
+                await self._carry_out(move, base)
         except JitllmError as another:
             raise PlacementError(
                 f"{error.problem}; what had moved could not go back: {another.problem}",
                 f"the blocks are at {self._route.placement}",
             ) from error
 
-    def _mark(self, target: Placement) -> None:
-        """Pins and streams of `target`, for everything that is where it says."""
+    async def _mark(self, target: Placement) -> tuple[Decline, ...]:
+        """Pins and streams of `target`, for everything that is where it says; what there is no
+        room for."""
         now = self._route.placement
         met = {i for i in range(now.num_blocks + 1) if _owner(now, i) == _owner(target, i)}
         pinned = (target.pinned & met) | (now.pinned - met)
         streamed = (target.streamed & met) | (now.streamed - met)
+        marked, declines = now.marked(pinned, streamed), []
+        if streamed != now.streamed:
+            for name in self._route.sites:
+                if await self._route.stream(name, marked) is not None:
+                    there = now.blocks_on(name)
+                    streamed = streamed - there | now.streamed & there
+                    declines.append(Decline(f"{name} without {STREAM}", "it has no room for that"))
+            marked = now.marked(pinned, streamed)
         if (pinned, streamed) != (now.pinned, now.streamed):
-            self._route.placement = now.marked(pinned, streamed)
+            self._route.placement = marked
+        return tuple(declines)
 
 
 def _owner(placement: Placement, index: int) -> str:

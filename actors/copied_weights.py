@@ -32,6 +32,9 @@ from jitllm.memory.device_pages import DevicePages
 from jitllm.memory.device_weights import DeviceWeights, Load
 from jitllm.memory.throttle import Abandoned, Throttle
 
+MIN_SPARE_BYTES = 4 << 20
+"""Left beside slots for what sequences take before they are charged: page tables, histories."""
+
 
 class CopiedWeights:
     """Weights in a device's own memory, copied there through the frames of a pager.
@@ -67,6 +70,8 @@ class CopiedWeights:
         self._turn = asyncio.Lock()
         self._throttle: Throttle | None = None
         self._parts: frozenset[int] = frozenset()
+        self._streamed: frozenset[int] = frozenset()
+        self._coming: asyncio.Task[None] | None = None
 
     async def begin(self, me: Ref, host_bytes: int) -> None:
         """See `Supply`."""
@@ -77,41 +82,115 @@ class CopiedWeights:
 
     async def acquire(self, start: int, stop: int) -> Lease:
         """See `Supply`: all of it is here and stays."""
-        return Lease(-1, start, stop, is_standing=True)
+        if not self._weights.slots.blocks:
+            return Lease(-1, start, stop, is_standing=True)
+        await self._pass_through(start)
+        self._bring_next(start, is_busy=True)
+        return Lease(-1, start, self._stop_of_run(start, stop))
 
     async def release(self, lease: Lease) -> None:
         """See `Supply`."""
+        if not lease.is_standing:
+            self._bring_next(lease.start, is_busy=False)
 
     async def let_go(self) -> None:
         """See `Supply`."""
 
     def has_all(self, num_blocks: int) -> bool:
         """See `Supply`."""
-        return self._weights.has(range(num_blocks))
+        return self._weights.stays(range(num_blocks))
+
+    # --- blocks that pass through ------------------------------------------------------------
+
+    def stream(self, blocks: frozenset[int]) -> bool:
+        """See `Supply`."""
+        changes, self._streamed = blocks != self._streamed, blocks
+        return changes
+
+    async def _pass_through(self, block: int) -> None:
+        """Have a block that takes turns where it is computed."""
+        await self._quiet()
+        slots = self._weights.slots
+        if block in slots.blocks and not slots.has(block):
+            await self._bring_in(block)
+
+    def _stop_of_run(self, start: int, stop: int) -> int:
+        """Up to where blocks are there and stay while those before them are computed."""
+        slots = self._weights.slots
+        for block in slots.blocks:
+            if start < block < stop and (slots.takes_turns(block) or not slots.has(block)):
+                return block
+        return stop
+
+    def _bring_next(self, block: int, *, is_busy: bool) -> None:
+        """Begin to bring who has the next turn, beside what is computed."""
+        if self._coming is not None and not self._coming.done():
+            return
+        if (following := self._weights.slots.next(block, is_busy=is_busy)) is not None:
+            self._coming = asyncio.create_task(self._bring_in(following), name=f"next {following}")
+
+    async def _bring_in(self, block: int) -> None:
+        """Copy a block into its slot; who moves in the meantime hurries, for replies wait."""
+        if self._throttle is not None:
+            self._throttle.hurry()
+        async with self._turn:
+            await self._copy([self._weights.pass_through(block)], None, Throttle())
+
+    async def _quiet(self) -> None:
+        """Nobody comes in; if that failed, whoever needs the block tries again, and says so."""
+        if (coming := self._coming) is not None:
+            await asyncio.wait([coming])
+            self._coming = None
+            if not coming.cancelled():
+                coming.exception()
+
+    def _rearranged(self, *others: int) -> None:
+        """Blocks that pass through, and others, lie elsewhere."""
+        for block in {*self._weights.slots.blocks, *others}:
+            self._runner.moved(block)
+
+    # --- blocks that stay --------------------------------------------------------------------
 
     async def place(self, held: frozenset[int], wanted: frozenset[int]) -> int:
         """See `Supply`. What was handed over stays until it is dropped: it may come back."""
         gone = self._parts - held
         if gone and self._throttle is not None:
             self._throttle.abandon()
+        await self._quiet()
+        slots = self._weights.slots
         async with self._turn:
-            missing = self._weights.hold(held)
+            before = slots.blocks, slots.num_slots
+            missing = self._weights.hold(held, self._streamed & held)
             parts = self._parts - gone if missing else held
             for part in parts ^ self._parts:
                 self._runner.moved(part)
             self._parts = parts
+            if before != (slots.blocks, slots.num_slots):
+                self._rearranged(*before[0])
+                await self._pager.ask(Place(slots.blocks, dense=False))
         return missing
 
     async def charge(self, kv_bytes: int) -> Reserved:
         """See `Supply`."""
-        arena = self._arena
-        room = arena.budget_bytes - (arena.used_bytes - self._pages.num_bytes)
+        slots, lacking = self._weights.slots, kv_bytes - self._room_bytes
+        if slots.blocks and (lacking > 0 or not kv_bytes):
+            await self._quiet()
+            spare_bytes = max(slots.slot_bytes, MIN_SPARE_BYTES)
+            if slots.narrow(lacking) if kv_bytes else slots.widen(spare_bytes):
+                self._rearranged()
+        room = self._room_bytes
         return Reserved(
             room_bytes=max(room, 0),
             frames=self._weights.num_blocks,
             over_budget_bytes=max(kv_bytes - room, 0),
             spare_bytes=max(room - kv_bytes, 0),
         )
+
+    @property
+    def _room_bytes(self) -> int:
+        """For keys and values, those that are there included."""
+        arena = self._arena
+        return arena.budget_bytes - (arena.used_bytes - self._pages.num_bytes)
 
     async def bring(self, block: int, source: Frame | None, share: float) -> Brought:
         """See `Supply`."""
@@ -123,11 +202,14 @@ class CopiedWeights:
                 frame = None
                 if source is not None:
                     frame = attached.enter_context(memory.attach(source.handle)) + source.offset
+                throttle = self._throttle = Throttle(share)
                 try:
                     async with self._host(loads, has_frame=frame is not None):
-                        num_bytes = await self._copy(loads, frame, Throttle(share))
+                        num_bytes = await self._copy(loads, frame, throttle)
                 except Abandoned:  # it is not wanted any more
                     return Brought(0, "none")
+                finally:
+                    self._throttle = None
         return Brought(num_bytes, "container" if frame is None else "frames")
 
     async def complete(self, blocks: Iterable[int]) -> None:
@@ -150,29 +232,27 @@ class CopiedWeights:
             yield
             return
         try:
+            blocks |= set(self._weights.slots.blocks)
             await self._pager.ask(Place(tuple(sorted(blocks)), dense=needs_dense))
             yield
         finally:
-            await self._pager.ask(Place((), dense=False))
+            await self._pager.ask(Place(self._weights.slots.blocks, dense=False))
 
     async def _copy(self, loads: Iterable[Load], frame: int | None, throttle: Throttle) -> int:
         """Copy what is missing, block's bytes from `frame` if given; how many bytes it was."""
-        num_bytes, self._throttle = 0, throttle
-        try:
-            for load in loads:
-                async with AsyncExitStack() as leased:
-                    if load.block is None:
-                        address = self._dense + load.offset
-                    elif frame is not None:
-                        address = frame
-                    else:
-                        await leased.enter_async_context(self._leased(load.block))
-                        address = self._frames + self._offsets[load.block]
-                    await self._runner.load(load.span, address, throttle.pieces)
-                self._weights.filled(load)
-                num_bytes += load.span.num_bytes
-        finally:
-            self._throttle = None
+        num_bytes = 0
+        for load in loads:
+            async with AsyncExitStack() as leased:
+                if load.block is None:
+                    address = self._dense + load.offset
+                elif frame is not None:
+                    address = frame
+                else:
+                    await leased.enter_async_context(self._leased(load.block))
+                    address = self._frames + self._offsets[load.block]
+                await self._runner.load(load.span, address, throttle.pieces)
+            self._weights.filled(load)
+            num_bytes += load.span.num_bytes
         return num_bytes
 
     @asynccontextmanager
@@ -192,3 +272,9 @@ class CopiedWeights:
             weight_bytes=self._weights.num_bytes,
             blocks=self._weights.num_blocks,
         )
+
+    async def close(self) -> None:
+        """See `Supply`."""
+        if self._coming is not None:
+            self._coming.cancel()
+        await self._quiet()

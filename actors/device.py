@@ -52,6 +52,7 @@ from actors.messages import (
     Step,
     StepDone,
     Steps,
+    Stream,
     Unpack,
     Unpacked,
 )
@@ -172,6 +173,7 @@ class Device(Actor):
         self._attachments = owned.enter_context(ExitStack())
         self._attached: dict[memory.Handle, int] = {}
         self._ownership = Ownership()
+        self._streamed: frozenset[int] = frozenset()
         self._seats: dict[int, _Seat] = {}
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
         self._flight: _Flight | None = None
@@ -185,6 +187,7 @@ class Device(Actor):
     async def on_stop(self) -> None:
         """Give threads and memory back."""
         self._cut()
+        await self._supply.close()
         self._compute.shutdown()
         self._runner.close()
         self._owned.close()
@@ -216,6 +219,8 @@ class Device(Actor):
                 return await self._steps(message)
             case Open():
                 return await self._open(message)
+            case Stream():
+                return await self._stream(message)
             case Prepare():
                 return await self._prepare(message)
             case Bring():
@@ -643,6 +648,25 @@ class Device(Actor):
                     f"place fewer blocks there or {self._supply.remedy}",
                 )
             await self._supply.complete(message.blocks)
+
+    async def _stream(self, message: Stream) -> Refused | None:
+        before = self._streamed
+        if missing := await self._stream_only(frozenset(message.blocks)):
+            await self._stream_only(before)
+            return Refused(missing, 0)
+        return None
+
+    async def _stream_only(self, blocks: frozenset[int]) -> int:
+        """Have these blocks pass through, and no others; how many bytes that lacks."""
+        self._streamed = blocks
+        if not self._supply.stream(blocks) or not self._ownership.held:
+            return 0
+        await self._halt()
+        await self._supply.let_go()
+        if missing := (await self._settle()).missing_bytes:
+            return missing
+        await self._supply.complete(self._ownership.owned)
+        return 0
 
     async def _prepare(self, message: Prepare) -> Refused | None:
         over = self._ownership.expect(message.blocks, message.epoch)

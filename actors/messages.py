@@ -472,6 +472,16 @@ class Own(Message[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class Stream(Message[Refused | None]):
+    """Of the blocks that you have or will have, exactly these pass through your memory.
+
+    Refused where others then have no room to stay; nothing has changed in that case.
+    """
+
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare(Message[Refused | None]):
     """These blocks will come to you in `epoch`: make room for their weights, keys and values."""
 
@@ -593,6 +603,7 @@ DeviceMessage = (
     | Step
     | Steps
     | DeviceStatsRequest
+    | Stream
     | Prepare
     | Bring
     | Missing

@@ -188,11 +188,18 @@ class Mover:
             self._claimed -= claimed
 
     async def carry_out(
-        self, asked: PlannedMove, *, is_live: bool = True, pins_hold: bool = True
+        self,
+        asked: PlannedMove,
+        *,
+        is_live: bool = True,
+        pins_hold: bool = True,
+        streamed: frozenset[int] = frozenset(),
     ) -> Moved:
-        """A move whose turn it is; see `move`."""
+        """A move whose turn it is; see `move`. streamed: blocks that pass through there."""
         base, to = self._route.placement, attached(asked.to, self._route.sites)
-        target = base.moved(asked.blocks, to, head=asked.head, pins_hold=pins_hold)
+        target = base.moved(
+            asked.blocks, to, head=asked.head, pins_hold=pins_hold, streamed=streamed
+        )
         leaving = _leaving(base, target)
         position_bytes = sum(
             self._kv_bytes[b] for of in leaving.values() for b in of if b < base.num_blocks
@@ -266,6 +273,7 @@ class Mover:
             for sequence in self._replies.running():
                 coming += move.marks.position_bytes * sequence.promised_tokens
         await self._route.divide({move.to: coming})
+        await self._route.stream(move.to, move.target)
         refused: Refused | None = await device.ask(Prepare(move.all_blocks, move.epoch))
         if refused is not None:
             raise PlacementError(
@@ -454,6 +462,7 @@ class Mover:
             if name in route.sites:
                 with suppress(Stopped):  # its successor knows of no move
                     await route.sites[name].device.ask(Abandon(move.epoch))
+                    await route.stream(name, route.placement)
         await route.leave(move.to)
         with suppress(Stopped):
             await route.divide()

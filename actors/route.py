@@ -30,6 +30,7 @@ from actors.messages import (
     Step,
     StepDone,
     Steps,
+    Stream,
 )
 from jitllm.errors import JitllmError
 from jitllm.schedule.place import Need, divide_budget
@@ -101,8 +102,18 @@ class Route:
     async def settle(self) -> None:
         """Tell every device what is its own: at the start, and after a loss."""
         for name, site in self.sites.items():
+            await self.stream(name, self._placement)
             await site.device.ask(Own(self.owned_by(name), self._placement.epoch))
         await self.divide()
+
+    async def stream(self, name: str, placement: Placement) -> Refused | None:
+        """Tell a device with memory of its own which blocks pass through it."""
+        site = self.sites[name]
+        if not site.has_memory:
+            return None
+        blocks = tuple(sorted(placement.streamed & placement.blocks_on(name)))
+        refused: Refused | None = await site.device.ask(Stream(blocks))
+        return refused
 
     async def recover(self) -> None:
         """Begin again after a loss: no sequence has a seat, and every block an owner that lives.

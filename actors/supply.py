@@ -55,6 +55,10 @@ class Supply(Protocol):
         """Whether all blocks are here for any number of steps."""
         ...
 
+    def stream(self, blocks: frozenset[int]) -> bool:
+        """Which blocks pass through, once they are placed again; whether that changes anything."""
+        ...
+
     async def place(self, held: frozenset[int], wanted: frozenset[int]) -> int:
         """Have room for these blocks and for no others; how many bytes of it there are not.
 
@@ -76,6 +80,10 @@ class Supply(Protocol):
 
     def memory(self) -> DeviceMemory | None:
         """What is held of a memory of its own, if it has one."""
+        ...
+
+    async def close(self) -> None:
+        """Nothing is on its way any more."""
         ...
 
 
@@ -126,6 +134,10 @@ class LeasedWeights:
         lease = self._leases.get(0)
         return lease is not None and lease.stop == num_blocks
 
+    def stream(self, blocks: frozenset[int]) -> bool:
+        """See `Supply`: all of them may, as the pager's budget has it."""
+        return False
+
     async def place(self, held: frozenset[int], wanted: frozenset[int]) -> int:
         """See `Supply`. Nothing is ever missing: blocks are paged."""
         blocks = tuple(sorted(wanted - {self._head}))
@@ -151,3 +163,6 @@ class LeasedWeights:
     def memory(self) -> DeviceMemory | None:
         """See `Supply`."""
         return None
+
+    async def close(self) -> None:
+        """See `Supply`."""

@@ -453,10 +453,16 @@ def _place(
         for block, num_bytes in enumerate(header.frame_bytes)
     ]
     rooms = [_room(one, config, header, graph, limits) for one in chosen]
-    placement, declines = place(costs, header.dense.length, rooms, gpu_layers=config.gpu_layers)
+    names = [one.name for one in chosen]
+    try:
+        placement, declines = place(costs, header.dense.length, rooms, gpu_layers=config.gpu_layers)
+    except PlacementError:  # a map may say how everything fits, streamed say
+        if config.placement is None:
+            raise
+        placement = Placement.all_on(names[0], graph.num_blocks)
+        declines = ()
     if config.placement is None:
         return placement, declines
-    names = [one.name for one in chosen]
     return parse_map(config.placement).resolve(
         graph.num_blocks, names, placement, strict=config.placement_strict
     )

@@ -2,7 +2,8 @@
 
 A part is a block, or the head, whose number comes after the last block. The matrices of a block
 have a frame each; of the dense region only those tensors are there that some part reads, small ones
-always. Knows spans and addresses. Knows no pager: whoever fills a span says so.
+always. Blocks that only pass through have no frame, but turns in slots (`jitllm.memory.slots`).
+Knows spans and addresses. Knows no pager: whoever fills a span says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.formats.jlm import TensorEntry
 from jitllm.kernels.op import Op, Weight
+from jitllm.memory.slots import Slots
 from jitllm.models.graph import Graph
 
 _Key = tuple[str, int | None] | int
@@ -53,6 +55,8 @@ class DeviceWeights:
         self._give_back = give_back
         self._spans: dict[_Key, DeviceSpan] = {}
         self._filled: set[_Key] = set()
+        self.slots = Slots(arena, block_bytes, give_back)
+        """Where blocks pass through."""
         self._needs = [frozenset(keys) for keys in self._by_part(graph)]
 
     def _by_part(self, graph: Graph) -> Iterator[set[_Key]]:
@@ -68,29 +72,42 @@ class DeviceWeights:
     @property
     def num_bytes(self) -> int:
         """What all of it takes."""
-        return sum(span.num_bytes for span in self._spans.values())
+        return sum(span.num_bytes for span in self._spans.values()) + self.slots.num_bytes
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are there."""
-        return sum(isinstance(key, int) for key in self._filled)
+        return sum(isinstance(key, int) for key in self._filled) + self.slots.num_inside
 
-    def hold(self, parts: Iterable[int]) -> int:
+    def hold(self, parts: Iterable[int], passing: Iterable[int] = ()) -> int:
         """Have room for these parts, and for no others; how many bytes are missing, and then
-        nothing was taken."""
+        nothing was taken. passing: blocks of them that have turns in slots instead of frames."""
+        passing = sorted(passing)
+        if tuple(passing) != self.slots.blocks:
+            self.slots.close()
         wanted: frozenset[_Key] = frozenset().union(*(self._needs[part] for part in parts))
+        wanted -= frozenset(passing)
         for key in self._spans.keys() - wanted:
             self._filled.discard(key)
             self._give_back(self._spans.pop(key))
-        taken: list[_Key] = []
-        for key in sorted(wanted - self._spans.keys(), key=self._size, reverse=True):
-            if (span := self._arena.take(self._size(key))) is None:
-                need = sum(map(self._size, wanted - self._spans.keys()))
-                for one in taken:
-                    self._give_back(self._spans.pop(one))
-                return max(need - self._arena.room_bytes, 1)
-            self._spans[key] = span
-            taken.append(key)
+        added = sorted(wanted - self._spans.keys(), key=self._size, reverse=True)
+        missing = self._take(added) or self.slots.serve(passing)
+        if missing:
+            for key in added:
+                if (span := self._spans.pop(key, None)) is not None:
+                    self._give_back(span)
+        return missing
+
+    def _take(self, keys: Iterable[_Key]) -> int:
+        """Room for these; how many bytes are missing for the rest, once there is none for one."""
+        lacking = list(keys)
+        while lacking:
+            size = self._size(lacking[0])
+            while (span := self._arena.take(size)) is None:
+                if not self.slots.narrow(1):
+                    need = sum(map(self._size, lacking))
+                    return max(need - self._arena.room_bytes, 1)
+            self._spans[lacking.pop(0)] = span
         return 0
 
     def loads(self, part: int) -> list[Load]:
@@ -100,11 +117,28 @@ class DeviceWeights:
 
     def filled(self, load: Load) -> None:
         """It is there."""
-        self._filled.add(load.key)
+        if isinstance(load.key, int) and load.key in self.slots.blocks:
+            self.slots.filled(load.key)
+        else:
+            self._filled.add(load.key)
 
     def has(self, parts: Iterable[int]) -> bool:
         """Whether everything of these parts is there."""
-        return all(self._needs[part] <= self._filled for part in parts)
+        passing = frozenset(self.slots.blocks)
+        return all(self._needs[part] - passing <= self._filled for part in parts)
+
+    def stays(self, parts: Iterable[int]) -> bool:
+        """Whether everything of these parts is there, and nothing of it makes way for others."""
+        parts, slots = tuple(parts), self.slots
+        passing = [part for part in slots.blocks if part in parts]
+        return self.has(parts) and all(
+            slots.has(block) and not slots.takes_turns(block) for block in passing
+        )
+
+    def pass_through(self, block: int) -> Load:
+        """What brings a block into its slot, which is empty from now on."""
+        self.slots.empty(block)
+        return Load(self.slots.span(block), block, block, 0)
 
     def address(self, weight: Weight) -> int:
         """Where a weight lies; 0 while it is not there."""
@@ -113,9 +147,11 @@ class DeviceWeights:
             span = self._spans.get((weight.role, weight.block))
             return 0 if span is None else span.address
         assert tensor.block is not None
-        if (span := self._spans.get(tensor.block)) is None:
+        span = self._spans.get(tensor.block)
+        begin = self.slots.address(tensor.block) if span is None else span.address
+        if not begin:
             return 0
-        start = span.address + tensor.offset
+        start = begin + tensor.offset
         if weight.expert is not None:
             first, stride = self._experts[tensor.block]
             start += first + weight.expert * stride

@@ -96,10 +96,17 @@ class Placement:
         return tuple(legs)
 
     def moved(
-        self, blocks: Iterable[int], to: str, *, head: bool = False, pins_hold: bool = True
+        self,
+        blocks: Iterable[int],
+        to: str,
+        *,
+        head: bool = False,
+        pins_hold: bool = True,
+        streamed: frozenset[int] = frozenset(),
     ) -> Self:
         """The same with these blocks on `to`, one epoch later. What is there already stays.
 
+        Of those that go, the `streamed` ones pass through the memory of `to`, and no others.
         Raises PlacementError for a block that there is not, for a pinned one unless pins do not
         hold, and for no move.
         """
@@ -118,21 +125,26 @@ class Placement:
         for i in going:
             owners[i] = to
         return replace(
-            self, blocks=tuple(owners), head=to if takes_head else self.head, epoch=self.epoch + 1
+            self,
+            blocks=tuple(owners),
+            head=to if takes_head else self.head,
+            epoch=self.epoch + 1,
+            streamed=self.streamed.difference(going) | streamed.intersection(going),
         )
 
     def without(self, gone: str, heirs: Sequence[str]) -> Self:
         """The same where what is on `gone` is on `heirs`, of which there is one at least.
 
-        Each block goes to the heir that comes before it on the route, or else after it; pins and
-        epoch stay.
+        Each block goes to the heir that comes before it on the route, or else after it, and passes
+        through its memory no more; pins and epoch stay.
         """
         owners = [*self.blocks, self.head]
         for index, owner in enumerate(owners):
             if owner == gone:
                 near = (*reversed(owners[:index]), *owners[index:])
                 owners[index] = next((device for device in near if device in heirs), heirs[0])
-        return replace(self, blocks=tuple(owners[:-1]), head=owners[-1])
+        streamed = self.streamed - self.blocks_on(gone)
+        return replace(self, blocks=tuple(owners[:-1]), head=owners[-1], streamed=streamed)
 
     def marked(self, pinned: Iterable[int] = (), streamed: Iterable[int] = ()) -> Self:
         """The same with these pins and streamed blocks and no others, one epoch later."""
