@@ -123,11 +123,31 @@ def normal(rows: int, vocab: int, spread: float = 4) -> Floats:
 @pytest.mark.parametrize("vocab", [*range(1, 71), 1000])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_greedy(tier: Tier, vocab: int, pieces: int) -> None:
-    """The largest logit; nothing of the row's padding counts, scratch is untouched."""
+    """The largest logit; nothing of the row's padding counts."""
     logits = normal(4, vocab) - 50
     results = run(logits, [Settings()] * 4, tier, pieces=pieces)
     assert [r.token for r in results] == list(logits.argmax(axis=1))
     assert all(math.isnan(r.token_logprob) and math.isnan(r.target_logprob) for r in results)
+
+
+@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("vocab", [70, 2048, 2049, 5000])
+def test_equal_peaks(tier: Tier, vocab: int) -> None:
+    """Threads look at slices of the vocabulary: the first id counts wherever its equals are, also
+    where whole slices are NaN, and id 0 where nothing is a number."""
+    rng = np.random.default_rng(vocab)
+    logits = normal(12, vocab)
+    for row in range(9):
+        logits[row, rng.integers(0, vocab, 5)] = 99.0
+    logits[3:6, : vocab // 2] = np.nan
+    logits[6:9, rng.integers(0, vocab, vocab)] = np.nan
+    logits[9] = np.nan
+    logits[10] = -np.inf
+    logits[11] = np.nan
+    logits[11, vocab - 2 :] = -np.inf
+    expected = [sample(x, Settings()).token for x in logits]
+    assert expected[9:] == [0, 0, vocab - 2]
+    assert [r.token for r in run(logits, [Settings()] * 12, tier, pieces=5)] == expected
 
 
 @pytest.mark.parametrize("tier", HERE)

@@ -46,6 +46,9 @@ class Field(IntEnum):
     NUM_TOP = 100
 
 
+NUM_PEAKS = 32
+"""Slices of an output's logits, each a pair of the first id of its largest logit and that one."""
+
 WANT_LOGPROB = 1
 """Flag: compute TOKEN_LOGPROB too (it costs a pass over the vocabulary)."""
 
@@ -143,8 +146,8 @@ class Sample:
     """One token per output from `logits`, f32 [outputs, vocab], which are never written.
 
     `Ctx.SAMPLING` addresses one record (`Field`) per output. scratch: `scratch_buffer`, for the
-    changed logits and the candidates; greedy sampling without biases and penalties does not touch
-    it.
+    changed logits and the candidates; greedy sampling without biases and penalties touches only
+    its first NUM_PEAKS pairs.
 
     A NaN counts as absent. The stages, in this order:
 

@@ -1,5 +1,8 @@
 """Sampling on the CPU: an item is one output.
 
+Before that, the peak of each slice of an output's logits is an item, so that threads share the one
+pass that greedy sampling needs.
+
 Whole-vocabulary passes are vector passes that touch nothing but the logits: the largest logit, the
 sum of weights, and a count above eight distances from the top, which narrows the vocabulary to a
 short list before anything is selected exactly.
@@ -15,6 +18,7 @@ from jitllm.jit.emit import LANES, Kernel, Value, Var, f32, f32v, i1, i32, i32v,
 from jitllm.kernels.op import Count, Ctx, Env, KernelSpec, Launch
 from jitllm.kernels.sample import (
     MIN_TEMPERATURE,
+    NUM_PEAKS,
     PAIR_BYTES,
     RECORD_BYTES,
     WANT_LOGPROB,
@@ -26,6 +30,9 @@ from jitllm.kernels.sample import (
 LOGITS, STRIDE, VOCAB, SCRATCH, SCRATCH_STRIDE = range(5)
 """Argument words: addresses, bytes between rows, ids."""
 
+_STEP = 4 * LANES
+"""Logits that are looked at side by side for the largest: one vector waits for the one before."""
+
 DISTANCES = (1, 2, 4, 6, 8, 11, 15, 20)
 """Distances from the largest logit at which candidates are counted before they are listed."""
 
@@ -35,7 +42,7 @@ Weigh = Callable[[Value], Value]
 
 
 def launches(op: Sample, env: Env) -> list[Launch]:
-    """One launch, an item an output."""
+    """The peaks of all slices, then the outputs."""
     args = (
         env.buffer(op.logits),
         op.logits.stride_bytes,
@@ -43,7 +50,10 @@ def launches(op: Sample, env: Env) -> list[Launch]:
         env.buffer(op.scratch),
         op.scratch.stride_bytes,
     )
-    return [Launch(KernelSpec.of("sample"), Count.OUTPUTS, 1, args)]
+    return [
+        Launch(KernelSpec.of("sample", peaks=True), Count.OUTPUTS, NUM_PEAKS, args),
+        Launch(KernelSpec.of("sample", peaks=False), Count.OUTPUTS, 1, args),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +83,11 @@ class _List:
         return self.k.select(self.listed.get(), listed, index.trunc(i32))
 
 
-def emit(k: Kernel) -> None:
-    """The kernel; it serves every vocabulary."""
+def emit(k: Kernel, *, peaks: bool) -> None:
+    """Either kernel; they serve every vocabulary."""
+    if peaks:
+        _find_peaks(k)
+        return
     vocab = k.arg(VOCAB)
     with k.items() as item:
         raw = k.arg(LOGITS) + item * k.arg(STRIDE)
@@ -82,11 +95,46 @@ def emit(k: Kernel) -> None:
         record = k.ctx(Ctx.SAMPLING) + item * RECORD_BYTES
         ids = scratch + (k.arg(SCRATCH_STRIDE) >> 1)
         row = _List(k, k.var(raw), k.var(vocab), k.var(0, i1), scratch, ids)
+        peak = _highest_peak(k, scratch, vocab)
         _add_biases(row, record)
         _penalise(row, record)
-        token = _choose(row, record)
+        token = _choose(row, record, raw, peak)
         k.store(token, record + Field.TOKEN)
-        _log_probabilities(k, raw, vocab, token, record)
+        _log_probabilities(k, raw, vocab, token, record, peak[0])
+
+
+# --- peaks --------------------------------------------------------------------------------------
+
+
+def _find_peaks(k: Kernel) -> None:
+    """An item is a slice of a row: its largest logit and the first id that has it, or -inf and the
+    size of the vocabulary."""
+    vocab = k.arg(VOCAB)
+    width = (vocab + (NUM_PEAKS * _STEP - 1)).udiv(NUM_PEAKS * _STEP) * _STEP
+    with k.items() as item:
+        output, slice_ = item.udiv(NUM_PEAKS), item.urem(NUM_PEAKS)
+        start = k.min(slice_ * width, vocab)
+        count = k.min(width, vocab - start)
+        logits = k.arg(LOGITS) + output * k.arg(STRIDE) + start * 4
+        row = _List(k, k.var(logits), k.var(count), k.var(0, i1), logits, logits)
+        top = _largest(row)
+        first = _first(row, lambda x: x.eq(top))
+        found = k.select(first < 0, vocab, start + first)
+        peak = k.arg(SCRATCH) + output * k.arg(SCRATCH_STRIDE) + slice_ * PAIR_BYTES
+        k.store(found.trunc(i32), peak)
+        k.store(top, peak + 4)
+
+
+def _highest_peak(k: Kernel, peaks: Value, vocab: Value) -> tuple[Value, Value]:
+    """The largest logit and the lowest id that has it, i32; id 0 where all are NaN."""
+    top, token = k.var(-INF, f32), k.var(vocab.trunc(i32))
+    with k.loop(0, NUM_PEAKS * PAIR_BYTES, PAIR_BYTES) as at:
+        first, value = k.load(peaks + at, i32), k.load(peaks + at + 4, f32)
+        is_better = (value > top.get()) | (value.eq(top.get()) & (first < token.get()))
+        top.set(k.select(is_better, value, top.get()))
+        token.set(k.select(is_better, first, token.get()))
+    found = token.get()
+    return top.get(), k.select(found < vocab.trunc(i32), found, k.const(0, i32))
 
 
 # --- biases and penalties -----------------------------------------------------------------------
@@ -143,9 +191,14 @@ def _count_history(row: _List, record: Value, num_history: Value) -> None:
 # --- choosing -----------------------------------------------------------------------------------
 
 
-def _choose(row: _List, record: Value) -> Value:
+def _choose(row: _List, record: Value, raw: Value, peak: tuple[Value, Value]) -> Value:
+    """The token. peak: of the logits as they came, `raw`."""
     k = row.k
-    top = _largest(row)
+    is_raw = row.values.get().eq(raw)
+    largest = k.var(peak[0])
+    with k.if_(is_raw.eq(0)):
+        largest.set(_largest(row))
+    top = largest.get()
     temperature = k.load(record + Field.TEMPERATURE, f32)
     token = k.var(0, i32)
     is_finite = k.abs(top) < INF
@@ -155,21 +208,35 @@ def _choose(row: _List, record: Value) -> Value:
             _keep_top_p(row, record, top)
             index = _draw(row, record, top, temperature)
             token.set(row.id_at(index))
-        with greedy:
-            token.set(_first(row, lambda x: x.eq(top)).trunc(i32))
+        with greedy, k.if_else(is_raw) as (as_it_came, changed):
+            with as_it_came:
+                token.set(peak[1])
+            with changed:
+                first = _first(row, lambda x: x.eq(top))
+                token.set(k.max(first, k.const(0)).trunc(i32))
     return token.get()
 
 
 def _largest(row: _List) -> Value:
     k = row.k
-    largest = k.var(k.const(-INF, f32v))
-    with row.blocks() as (_, x):
-        largest.set(k.max(x, largest.get()))  # a NaN loses
-    return k.hmax(largest.get())
+    lanes = [k.var(k.const(-INF, f32v)) for _ in range(_STEP // LANES)]
+    count, values = row.count.get(), row.values.get()
+    whole = count & -_STEP
+    with k.loop(0, whole, _STEP) as i:
+        for n, largest in enumerate(lanes):
+            x = k.load(values + i * 4 + n * LANES * 4, f32v)
+            largest.set(k.max(x, largest.get()))  # a NaN loses
+    rest = _List(k, k.var(values + whole * 4), k.var(count - whole), row.listed, values, values)
+    with rest.blocks() as (_, x):
+        lanes[0].set(k.max(x, lanes[0].get()))
+    found = lanes[0].get()
+    for largest in lanes[1:]:
+        found = k.max(largest.get(), found)
+    return k.hmax(found)
 
 
 def _first(row: _List, wanted: Callable[[Value], Value]) -> Value:
-    """Index of the first element that is wanted; 0 if there is none."""
+    """Index of the first element that is wanted; -1 if there is none."""
     k = row.k
     found = k.var(-1, i64)
     i = k.var(0, i64)
@@ -180,7 +247,7 @@ def _first(row: _List, wanted: Callable[[Value], Value]) -> Value:
         with k.if_(hits.ne(0)):
             found.set(i.get() + k.trailing_zeros(hits).zext(i64))
         i.set(i.get() + LANES)
-    return k.max(found.get(), k.const(0))
+    return found.get()
 
 
 def _keep_top_k(row: _List, record: Value, top: Value) -> None:
@@ -365,7 +432,9 @@ def _random(k: Kernel, record: Value) -> Value:
 # --- log-probabilities --------------------------------------------------------------------------
 
 
-def _log_probabilities(k: Kernel, raw: Value, vocab: Value, token: Value, record: Value) -> None:
+def _log_probabilities(
+    k: Kernel, raw: Value, vocab: Value, token: Value, record: Value, top: Value
+) -> None:
     nan = k.const(NAN, f32)
     target = k.load(record + Field.TARGET, i32)
     wants_token = (k.load(record + Field.FLAGS, i32) & WANT_LOGPROB).ne(0)
@@ -375,7 +444,6 @@ def _log_probabilities(k: Kernel, raw: Value, vocab: Value, token: Value, record
     num_top = k.load(record + Field.NUM_TOP, i32).zext(i64)
     with k.if_(wants_token | wants_target | (num_top > 0)):
         row = _List(k, k.var(raw), k.var(vocab), k.var(0, i1), raw, raw)
-        top = _largest(row)
         total = _sum(row, _weights(k, top, k.const(1.0, f32)))
         log_total = k.log(total.to_float() * 2.0**-WEIGHT_BITS)
         for wanted, token_id, field in (

@@ -110,7 +110,7 @@ def sample(
     if np.isnan(x).all():
         token = 0
     elif settings.temperature < MIN_TEMPERATURE:
-        token = int(np.nanargmax(x))
+        token = int(np.flatnonzero(x == np.nanmax(x))[0])
     else:
         ids = np.sort(candidates(x, settings))
         weights = _weights(x[ids], float(np.nanmax(x)), settings.temperature)
