@@ -1,6 +1,6 @@
 """What runs a model on one device, whatever the device is: the port between actors and hardware.
 
-`host_runner.py` and `vulkan_runner.py` implement it. A runner has the program of all blocks, the
+`host_runner.py` and `vulkan/runner.py` implement it. A runner has the program of all blocks, the
 memory that steps are described in, and what comes out of them. Knows addresses of its device.
 Knows no sequence, no page set and no budget: whoever has those says what lies where.
 """
