@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import sub
 from typing import Any
 
@@ -26,7 +27,7 @@ class Flip:
     """A position where the likeliest token is another one.
 
     reference, device: the token that is likeliest there. reference_margin, device_margin: by how
-    much each prefers its own to the other's. is_tie: both are within the band of each other.
+    much each prefers its own to the other's. is_tie: to the reference they are within the band.
     """
 
     position: int
@@ -47,8 +48,8 @@ class Flip:
 class Agreement:
     """What a comparison has found so far.
 
-    band: how far a logit may be off; 0 for no limit, and then every flip counts. A flip whose
-    margins two errors of that size explain is a tie.
+    band: how far a logit may be off; 0 for no limit, and then every flip counts. A flip between two
+    tokens that the reference has within the band of each other is a tie.
     """
 
     band: float = 0.0
@@ -62,7 +63,7 @@ class Agreement:
         """Compare the rows of a position: the next one, or one from before once more."""
         if self.not_finite is not None:
             return
-        if not all(map(math.isfinite, device)):
+        if not all(map(math.isfinite, chain(reference, device))):
             self.not_finite = position
             return
         off = max(map(abs, map(sub, reference, device)))
@@ -73,7 +74,7 @@ class Agreement:
         ours, theirs = _likeliest(reference), _likeliest(device)
         if ours != theirs:
             margins = reference[ours] - reference[theirs], device[theirs] - device[ours]
-            is_tie = max(margins) <= 2 * self.band
+            is_tie = self.band > 0 and margins[0] <= self.band
             self.flips.append(Flip(position, ours, theirs, *margins, is_tie))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from jitllm.cli.options import Model, TextFile, Words, engine_flags, given_text
 from jitllm.cli.screen import note, print_json, say
 from jitllm.cli.speed import SENTENCE
 from jitllm.config import EngineConfig
+from jitllm.devices.grammar import SETS, parse_devices
 from jitllm.engine import Delta, Engine, EngineStats, Outputs, Request
 from jitllm.errors import JitllmError, UsageError
 from jitllm.units import counted, format_size
@@ -77,8 +79,8 @@ def verify(
         typer.Option(
             "-dlogit",
             metavar="X",
-            help="Most that a logit may be off; margins within twice that are ties. 0: no limit, "
-            "and every position must have the same likeliest token.",
+            help="Most that a logit may be off; another likeliest token is a tie where the CPU has "
+            "the two no further apart. 0: no limit, and every position must have the same one.",
         ),
     ] = 0.0,
     prefill: Annotated[
@@ -108,7 +110,7 @@ def verify(
     its logits are compared with the CPU's at every position. The exit code is 1 for a disagreement,
     for a logit that is no number, and for a device that took nothing.
     """
-    if num_decode < 1 or prefill < 0 or band < 0:
+    if num_decode < 1 or prefill < 0 or not 0 <= band < math.inf:
         raise UsageError(
             "there is nothing to compare", "choose -n from 1, -prefill and -dlogit from 0"
         )
@@ -143,8 +145,8 @@ async def _verify(
         note(f"cpu: {counted(num_decode, 'token')} after {counted(len(prompt), 'token')}")
         if not await finished(_continue(loaded.engine, prompt, num_decode, rows, found)):
             return False
-    if migrate and HOST not in config.devices.split(","):
-        config = replace(config, devices=f"{config.devices},{HOST}")
+    if migrate:
+        config = replace(config, devices=_with_host(config.devices))
     async with opened(path, config) as loaded:
         start = await loaded.engine.stats()
         for line in report.before(loaded, start):
@@ -207,6 +209,12 @@ async def _pass(
             if walk is not None and position % STEPS_BETWEEN_MOVES == 0:
                 await walk.on()
     found.device_s = (time.perf_counter() - began_s - compared_s) / len(request.prompt)
+
+
+def _with_host(devices: str) -> str:
+    """A device list with the CPU in it, for blocks to move to; `auto` and `all` have it already."""
+    has_host = any(e.backend in SETS or e.name == HOST for e in parse_devices(devices))
+    return devices if has_host else f"{devices},{HOST}"
 
 
 class _Walk:
@@ -297,8 +305,10 @@ async def _deltas(engine: Engine, request: Request) -> AsyncGenerator[Delta]:
 
 def _take(stats: EngineStats, found: Found) -> None:
     """Which devices took something."""
-    taken = [use for use in stats.devices if use.blocks and use.name != HOST]
-    found.devices = tuple(f"{use.name}: {counted(use.blocks, 'block')}" for use in taken)
+    taken = [use for use in stats.devices if use.name != HOST and (use.blocks or use.has_head)]
+    found.devices = tuple(
+        f"{use.name}: {counted(use.blocks, 'block')}{' + head' * use.has_head}" for use in taken
+    )
     found.weight_bytes = sum(use.placed_bytes for use in taken)
 
 
@@ -313,6 +323,8 @@ def _judge(found: Found) -> None:
     if found.agreement.problem:
         raise JitllmError(f"the device disagrees: {found.agreement.problem}", remedy)
     if found.prefill is not None:
+        if (position := found.prefill["not_finite"]) is not None:
+            raise JitllmError(f"a logit of position {position} of a prompt is not a number", remedy)
         if not found.prefill["repeats"]:
             raise JitllmError("the same prompt twice gave other logits", remedy)
         if not found.prefill["equal"]:

@@ -68,7 +68,47 @@ def test_a_device_that_disagrees_is_a_failure(
     assert why in done.err
 
 
-@pytest.mark.parametrize("flags", [("-n", "0"), ("-prefill", "-1"), ("-dlogit", "-0.5")])
+@pytest.mark.parametrize(
+    ("devices", "whole"),
+    [
+        ("vulkan:0", "vulkan:0,cpu:0"),
+        ("gpu", "gpu,cpu:0"),
+        ("cpu:1", "cpu:1,cpu:0"),
+        ("far/cpu:0", "far/cpu:0,cpu:0"),
+        ("vulkan:0,CPU", "vulkan:0,CPU"),
+        ("auto", "auto"),
+        ("all", "all"),
+    ],
+)
+def test_blocks_have_a_cpu_to_move_to(devices: str, whole: str) -> None:
+    assert verify._with_host(devices) == whole
+
+
+def test_a_prompt_with_what_is_no_number_is_a_failure(
+    jitllm: Jitllm, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = verify._logits
+
+    async def spoilt(*args: Any) -> list[Any]:
+        return [[math.nan, *row[1:]] for row in await logits(*args)]
+
+    monkeypatch.setattr(verify, "_logits", spoilt)
+    done = jitllm("verify", model, *SECOND, "-n", "4", "-prefill", "6")
+    assert done.code == 1
+    assert "a logit of position 0 of a prompt is not a number" in done.err
+
+
+def test_a_device_with_nothing_but_the_head_is_compared(jitllm: Jitllm, model: Path) -> None:
+    flags = (*SECOND[:2], "-placement", "*=cpu:0,head=cpu:1", "-threads", "2", "-n", "4")
+    found = jitllm("verify", model, *flags, "-json").json
+    assert found["devices"] == ["cpu:1: 0 blocks + head"]
+    assert found["dlogit"] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("-n", "0"), ("-prefill", "-1"), ("-dlogit", "-0.5"), ("-dlogit", "nan"), ("-dlogit", "inf")],
+)
 def test_nothing_to_compare_is_a_wrong_command_line(
     jitllm: Jitllm, model: Path, flags: tuple[str, ...]
 ) -> None:

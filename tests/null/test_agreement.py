@@ -39,6 +39,10 @@ def test_a_flip_that_the_band_explains_is_a_tie() -> None:
 
 
 def test_a_flip_by_a_wide_margin_is_none() -> None:
+    """Also where two errors within the band explain it."""
+    found = compared(0.2, ([1.0, 2.0, 1.7], [1.0, 1.83, 1.87]))
+    assert found.largest < 0.2
+    assert found.as_json()["disagreements"] == 1
     found = compared(0.2, ([1.0, 2.0, 1.0], [1.0, 2.0, 2.5]))
     assert found.as_json()["disagreements"] == 1
 
@@ -55,6 +59,17 @@ def test_what_is_no_number_is_never_agreed_with() -> None:
         found = compared(9.0, ([1, 2, 3], [1, 2, 3]), ([1, 2, 3], [1, bad, 3]), ([1, 2], [1, 2]))
         assert found.problem == "a logit of position 1 is not a number"
         assert found.worst == [0]
+
+
+def test_a_reference_that_is_no_number_agrees_with_nothing() -> None:
+    found = compared(9.0, ([math.nan, 1, 2], [1, 1, 2]), ([1, 2], [1, 2]))
+    assert found.problem == "a logit of position 0 is not a number"
+
+
+def test_an_exact_tie_counts_without_a_band() -> None:
+    pair = ([2.0, 2.0], [1.0, 2.0])
+    assert compared(0, pair).problem
+    assert compared(1.0, pair).problem == ""
 
 
 def test_many_disagreements_are_not_all_shown() -> None:
