@@ -153,8 +153,10 @@ async def test_a_loss_during_a_move_is_a_conflict_with_its_reason(
     kind: type,
     late: bool,
 ) -> None:
-    """The reply under way goes on where it was, and the next move works."""
+    """The replies under way go on where they were, and the next move works."""
     reaper = Reaper.installed(monkeypatch)
+    # Of two lengths, asked for again and again: there is always one with a history.
+    requests = (LONG, replace(LONG, max_tokens=137))
     asked: dict[str, Any] = {"move": {"blocks": "0-1,head", "to": "cpu:1"}}
     if how == "placement":
         asked = {"placement": "0-1=cpu:1,head=cpu:1", "strict": True}
@@ -163,9 +165,18 @@ async def test_a_loss_during_a_move_is_a_conflict_with_its_reason(
         app = create_app(FakeModels(model), Limits())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            begun = asyncio.Event()
-            reply = asyncio.create_task(following(loaded.engine, LONG, begun))
-            await begun.wait()
+            begun, is_over = [asyncio.Event() for _ in requests], asyncio.Event()
+
+            async def asking(request: Request, seen: asyncio.Event) -> list[native.Reply]:
+                replies = [await following(loaded.engine, request, seen)]
+                while not is_over.is_set():
+                    replies.append(await following(loaded.engine, request, seen))
+                return replies
+
+            asked_for = [
+                asyncio.create_task(asking(*each)) for each in zip(requests, begun, strict=True)
+            ]
+            await asyncio.gather(*(seen.wait() for seen in begun))
             reaper.dies, reaper.late = at(device, kind, 1), late
             refused = await client.post("/jitllm/v1/models/tiny/placement", json=asked)
             assert refused.status_code == 409, refused.text
@@ -179,9 +190,12 @@ async def test_a_loss_during_a_move_is_a_conflict_with_its_reason(
             moved = await client.post("/jitllm/v1/models/tiny/placement", json=asked)
             assert moved.status_code == 200, moved.text
             assert moved.json()["placement"] == "0-1=cpu:1,2=cpu:0,head=cpu:1"
-            whole = await reply
+            is_over.set()
+            replies = [await task for task in asked_for]
         assert reaper.num_deaths == 1
-        assert (await native.reply(loaded.engine, LONG)).bits == whole.bits
+        for request, same in zip(requests, replies, strict=True):
+            quiet = await native.reply(loaded.engine, request)
+            assert {reply.bits for reply in same} == {quiet.bits}
 
 
 async def test_a_snapshot_is_of_the_same_kinds_everywhere(model: Handle) -> None:

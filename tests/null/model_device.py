@@ -31,6 +31,7 @@ from actors.messages import (
     Refused,
     Step,
     StepDone,
+    Stream,
     Unpack,
     Unpacked,
 )
@@ -116,6 +117,8 @@ class ModelDevice:
                 return self._forget(self.ownership.drop(message.epoch))
             case Abandon():
                 return self._forget(self.ownership.abandon(message.epoch))
+            case Stream():
+                return None
             case _:
                 raise NotImplementedError(message)
 
