@@ -17,7 +17,7 @@ from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
 from jitllm.cli.loading import opened
 from jitllm.cli.options import Model, engine_flags
-from jitllm.cli.reply import close_stream
+from jitllm.cli.reply import answered
 from jitllm.cli.screen import note, print_json, say
 from jitllm.config import EngineConfig
 from jitllm.engine import Engine, Request
@@ -163,16 +163,8 @@ async def _replies(engine: Engine, requests: list[Request]) -> list[list[int]]:
 
 async def _reply(engine: Engine, request: Request) -> list[int]:
     """The tokens of a reply."""
-    stream = engine.generate(request)
-    ids: list[int] = []
-    try:
-        async for delta in stream:
-            if delta.error is not None:
-                raise delta.error
-            ids += delta.tokens
-    finally:
-        await close_stream(stream)
-    return ids
+    async with answered(engine, request) as deltas:
+        return [token async for delta in deltas for token in delta.tokens]
 
 
 def _result(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,23 @@ class Reply:
         if text:
             self._text.append(text)
             self._say(text)
+
+
+@asynccontextmanager
+async def answered(engine: Engine, request: Request) -> AsyncIterator[AsyncIterator[Delta]]:
+    """The deltas of a request, which ends with the block; what it failed with is raised there."""
+    stream = engine.generate(request)
+    try:
+        yield _checked(stream)
+    finally:
+        await close_stream(stream)
+
+
+async def _checked(stream: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+    async for delta in stream:
+        if delta.error is not None:
+            raise delta.error
+        yield delta
 
 
 async def close_stream(stream: AsyncIterator[Any]) -> None:

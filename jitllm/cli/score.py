@@ -18,7 +18,7 @@ from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
 from jitllm.cli.loading import opened
 from jitllm.cli.options import Model, TextFile, Words, engine_flags, given_text
-from jitllm.cli.reply import close_stream
+from jitllm.cli.reply import answered
 from jitllm.cli.screen import note, print_json, say
 from jitllm.config import EngineConfig
 from jitllm.engine import Engine, Outputs, Request
@@ -161,18 +161,13 @@ class Scored:
 
     async def run(self, engine: Engine, request: Request, file: LogitsFile | None) -> None:
         """Follow the scoring to its end, logits into `file`."""
-        stream = engine.generate(request)
-        try:
-            async for delta in stream:
-                if delta.error is not None:
-                    raise delta.error
+        async with answered(engine, request) as deltas:
+            async for delta in deltas:
                 self.logprobs += delta.prompt_logprobs
                 if delta.usage is not None:
                     self.prefill_s = delta.usage.prefill_s
                 if file is not None and delta.logits is not None:
                     file.append(delta.logits.view())
-        finally:
-            await close_stream(stream)
 
 
 def _check_ids(ids: list[int], vocab: int) -> None:

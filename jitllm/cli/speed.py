@@ -17,7 +17,7 @@ from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
 from jitllm.cli.loading import opened
 from jitllm.cli.options import Model, engine_flags
-from jitllm.cli.reply import close_stream
+from jitllm.cli.reply import answered
 from jitllm.cli.screen import note, print_json, say
 from jitllm.config import EngineConfig
 from jitllm.engine import Engine, Request
@@ -135,16 +135,11 @@ async def _rate(engine: Engine, request: Request, num_tokens: int, flag: str) ->
     Raises `JitllmError` for a run that the clock cannot see.
     """
     started = time.perf_counter()
-    stream = engine.generate(request)
     num_cached = 0
-    try:
-        async for delta in stream:
-            if delta.error is not None:
-                raise delta.error
+    async with answered(engine, request) as deltas:
+        async for delta in deltas:
             if delta.usage is not None:
                 num_cached = delta.usage.cached_tokens
-    finally:
-        await close_stream(stream)
     elapsed_s = time.perf_counter() - started
     return samples.rate(
         num_tokens - num_cached, elapsed_s, counted(num_tokens, "token"), f"raise {flag}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.interrupts import finished
 from jitllm.cli.loading import opened
 from jitllm.cli.options import Model, TextFile, Words, engine_flags, given_text
+from jitllm.cli.reply import answered
 from jitllm.cli.screen import note, print_json, say
 from jitllm.cli.speed import SENTENCE
 from jitllm.config import EngineConfig
@@ -166,7 +166,7 @@ async def _continue(
     ids: list[int] = []
     first_s = 0.0
     request = Request(prompt, max_tokens=num_decode, logits=True)
-    async with aclosing(_deltas(engine, request)) as deltas:
+    async with answered(engine, request) as deltas:
         async for delta in deltas:
             ids += delta.tokens
             first_s = first_s or time.perf_counter()
@@ -198,7 +198,7 @@ async def _pass(
     position = 1 - len(prompt)  # what comes after the prompt is 0
     began_s = time.perf_counter()
     compared_s = 0.0
-    async with aclosing(_deltas(engine, request)) as deltas:
+    async with answered(engine, request) as deltas:
         async for delta in deltas:
             compare_s = time.perf_counter()
             for row in _rows(delta):
@@ -281,7 +281,7 @@ async def _prefill(loaded: Loaded, prompt: tuple[int, ...], num_tokens: int, fou
 
 async def _logits(engine: Engine, request: Request) -> list[Row]:
     rows: list[Row] = []
-    async with aclosing(_deltas(engine, request)) as deltas:
+    async with answered(engine, request) as deltas:
         async for delta in deltas:
             rows += _rows(delta)
     return rows
@@ -293,14 +293,6 @@ def _rows(delta: Delta) -> list[Row]:
         return []
     flat, vocab = delta.logits.view().cast("B").cast("f"), delta.logits.vocab
     return [flat[row * vocab : (row + 1) * vocab] for row in range(delta.logits.rows)]
-
-
-async def _deltas(engine: Engine, request: Request) -> AsyncGenerator[Delta]:
-    """The deltas of a request; raises what it failed with."""
-    async for delta in engine.generate(request):
-        if delta.error is not None:
-            raise delta.error
-        yield delta
 
 
 def _take(stats: EngineStats, found: Found) -> None:
