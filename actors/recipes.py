@@ -18,7 +18,7 @@ from time import perf_counter
 from actors.actor import Ref
 from actors.beside import beside
 from actors.device import TOP_BYTES, Device
-from actors.messages import Locate
+from actors.messages import Locate, Located
 from actors.pager import Pager
 from actors.relocate import PARCEL_BYTES
 from actors.route import Route, Site
@@ -27,7 +27,7 @@ from actors.supply import LeasedWeights
 from jitllm.config import KvType, ReadAhead
 from jitllm.devices.host import HostProgram, Limits
 from jitllm.devices.host_runner import HostRunner
-from jitllm.devices.memory import HostMemory, Memory, SharedMemory, Span, attach
+from jitllm.devices.memory import Handle, HostMemory, Memory, SharedMemory, Span, attach
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container, TensorEntry
 from jitllm.formats.jlm_head import expert_places
@@ -113,15 +113,14 @@ class SchedulerRecipe:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRecipe:
-    """A CPU device, with programs for all blocks of a model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOnDevice:
+    """What recipes of all kinds of devices have, for all blocks of a model.
 
     dense: the pager whose dense region it reads, one for all devices of a node. tensors: where
-    weights lie in the extents. threads: 0 for as many as are ours there. cpus: which CPUs they keep
-    to; empty for any. is_shared: other devices are in other processes than it. is_alone: no other
-    device has blocks of the model. cache: compiled kernels. progress: told about kernels that are
-    compiled; it does not travel to another process.
+    weights lie in the extents. is_shared: other devices are in other processes than it. cache:
+    compiled kernels. progress: told about kernels that are compiled; it does not travel to another
+    process.
     """
 
     pager: Ref
@@ -131,12 +130,8 @@ class DeviceRecipe:
     limits: Limits
     page_tokens: int
     kv_type: KvType
-    tier: str
-    threads: int
-    cpus: frozenset[int]
     context_tokens: int
     is_shared: bool
-    is_alone: bool
     cache: ObjectCache
     progress: Compiling | None = None
 
@@ -145,10 +140,68 @@ class DeviceRecipe:
         """Whether its own pager has the dense region of the node."""
         return self.dense == self.pager
 
+    async def locate(self) -> tuple[Located, Handle]:
+        """Where the frames of its pager are, and the dense region that it reads."""
+        located = await self.pager.ask(Locate())
+        dense = located if self.keeps_dense else await self.dense.ask(Locate())
+        return located, dense.dense
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes of one page of each block."""
+        return [
+            page_bytes(kv.kv_heads, kv.k_dim, kv.v_dim, self.page_tokens, self.kv_type)
+            for kv in self.graph.kv
+        ]
+
+    @property
+    def num_page_sets(self) -> int:
+        """Enough for as many sequences as there can be, each of the longest context."""
+        return self.limits.rows * -(-self.context_tokens // self.page_tokens)
+
+    @property
+    def parcel_bytes(self) -> int:
+        """The largest piece of history that travels at once."""
+        position = History(self.graph.kv, self.kv_type).num_bytes(range(len(self.graph.kv)), 1)
+        return max(PARCEL_BYTES, position)
+
+    def outbox(self) -> Span:
+        """Memory for hidden states of a step, then for a parcel of history."""
+        num_bytes = self.graph.hidden.stride_bytes * self.limits.tokens + self.parcel_bytes
+        memory: Memory = SharedMemory() if self.is_shared else HostMemory()
+        return memory.reserve(num_bytes, huge_pages=False)
+
+    @property
+    def head(self) -> tuple[Op, ...]:
+        """What every step ends with."""
+        graph = self.graph
+        return (*graph.head, Sample(graph.logits, Sample.scratch_buffer("sampling", graph.vocab)))
+
+    def reporting(self, is_cancelled: Event) -> Compiling:
+        """What is told about kernels while they are compiled; it raises when nobody wants them."""
+
+        def report(done: int, total: int) -> None:
+            if is_cancelled.is_set():
+                raise asyncio.CancelledError
+            if self.progress:
+                self.progress(done, total)
+
+        return report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRecipe(ModelOnDevice):
+    """A CPU device. threads: 0 for as many as are ours there. cpus: which CPUs they keep to; empty
+    for any. is_alone: no other device has blocks of the model."""
+
+    tier: str
+    threads: int
+    cpus: frozenset[int]
+    is_alone: bool
+
     async def make(self) -> Device:
         """See `Recipe`. Raises `JitllmError` when memory or the pager's frames cannot be had."""
-        located = await self.pager.ask(Locate())
-        dense = located.dense if self.keeps_dense else (await self.dense.ask(Locate())).dense
+        located, dense = await self.locate()
         graph = self.graph
         with ExitStack() as owned:
             weights = _Weights(
@@ -170,7 +223,7 @@ class DeviceRecipe:
                 graph.embed,
                 graph.tables,
                 list(enumerate(graph.blocks)),
-                (*graph.head, sample_of(graph)),
+                self.head,
                 limits=self.limits,
                 memory=memory,
                 weight_address=weights.address,
@@ -180,12 +233,8 @@ class DeviceRecipe:
                 team=team,
             )
             # Compiling takes seconds, and other models may be at work in this process.
-            program = await beside(
-                lambda cancelled: build(progress=reporting(self.progress, cancelled))
-            )
-            outbox = owned.enter_context(
-                outbox_of(graph, self.limits, self.kv_type, is_shared=self.is_shared)
-            )
+            program = await beside(lambda cancelled: build(progress=self.reporting(cancelled)))
+            outbox = owned.enter_context(self.outbox())
             runner = HostRunner(
                 program,
                 Copier(compiler),
@@ -211,48 +260,19 @@ class DeviceRecipe:
         raise AssertionError("unreachable")
 
     def _kv_pages(self, memory: Memory) -> tuple[KvPages, Span]:
-        sizes = [
-            page_bytes(kv.kv_heads, kv.k_dim, kv.v_dim, self.page_tokens, self.kv_type)
-            for kv in self.graph.kv
-        ]
-        rows = self.limits.rows
-        capacity = rows * -(-self.context_tokens // self.page_tokens)
+        sizes, capacity = self.page_bytes, self.num_page_sets
         try:
             # A huge page would span columns of blocks that are not here.
             num_bytes = capacity * Columns(sizes).stride_bytes
             span = memory.reserve(num_bytes, huge_pages=self.is_alone)
         except JitllmError as error:
             raise JitllmError(
-                f"{error.problem} (KV of {rows} sequences of {self.context_tokens} tokens)",
+                f"{error.problem} (KV of {self.limits.rows} sequences of "
+                f"{self.context_tokens} tokens)",
                 "lower -ctx or raise the limit (ulimit -v)",
             ) from error
         pages = VirtualPages(span.address, sizes, span.release)
         return KvPages(pages, self.page_tokens, capacity, columns=()), span
-
-
-def reporting(progress: Compiling | None, is_cancelled: Event) -> Compiling:
-    """What is told about kernels while they are compiled; it raises when nobody wants them."""
-
-    def report(done: int, total: int) -> None:
-        if is_cancelled.is_set():
-            raise asyncio.CancelledError
-        if progress:
-            progress(done, total)
-
-    return report
-
-
-def parcel_bytes(graph: Graph, kv_type: KvType) -> int:
-    """The largest piece of history that travels at once."""
-    position = History(graph.kv, kv_type).num_bytes(range(len(graph.kv)), 1)
-    return max(PARCEL_BYTES, position)
-
-
-def outbox_of(graph: Graph, limits: Limits, kv_type: KvType, *, is_shared: bool) -> Span:
-    """Memory for hidden states of a step, then for a parcel of history."""
-    num_bytes = graph.hidden.stride_bytes * limits.tokens + parcel_bytes(graph, kv_type)
-    memory: Memory = SharedMemory() if is_shared else HostMemory()
-    return memory.reserve(num_bytes, huge_pages=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +295,3 @@ class _Weights:
             first, stride = self.experts[tensor.block]
             block += first + weight.expert * stride
         return block + tensor.offset
-
-
-def sample_of(graph: Graph) -> Op:
-    """What every head ends with."""
-    return Sample(graph.logits, Sample.scratch_buffer("sampling", graph.vocab))

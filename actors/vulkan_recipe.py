@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
-from actors.actor import Ref
 from actors.beside import beside
 from actors.copied_weights import CopiedWeights
 from actors.device import TOP_BYTES, Device
-from actors.messages import Locate
-from actors.recipes import outbox_of, parcel_bytes, reporting, sample_of
-from jitllm.config import KvType
-from jitllm.devices.host import Limits
+from actors.recipes import ModelOnDevice
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.devices.vulkan.device import Device as VulkanDevice
 from jitllm.devices.vulkan.instance import Instance
@@ -23,51 +19,30 @@ from jitllm.devices.vulkan.pipelines import Pipelines
 from jitllm.devices.vulkan.program import VulkanProgram
 from jitllm.devices.vulkan.runner import VulkanRunner
 from jitllm.devices.vulkan.staging import Staging
-from jitllm.formats.jlm import TensorEntry
 from jitllm.formats.jlm_head import expert_places
-from jitllm.jit.cache import ObjectCache
-from jitllm.jit.cpu import Progress as Compiling
 from jitllm.jit.slang import SlangCompiler, Target
-from jitllm.kernels.kv_write import page_bytes
 from jitllm.memory.device_pages import DevicePages
 from jitllm.memory.device_weights import DeviceWeights
 from jitllm.memory.history import History
 from jitllm.memory.pages import KvPages
-from jitllm.models.graph import Graph
 
 _STAGE_BYTES = 1 << 20
 """Of each half of what steps are staged in: they are small."""
 
 
-@dataclass(frozen=True, slots=True)
-class VulkanRecipe:
-    """A Vulkan device, with programs for all blocks of a model.
-
-    name: of the device. index: its place in the loader's list. budget_bytes: most memory that is
-    taken of it. block_bytes: of each block's extent. The rest is as in `DeviceRecipe`.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VulkanRecipe(ModelOnDevice):
+    """A Vulkan device. name: what people call it. index: its place in the loader's list.
+    budget_bytes: most memory that is taken of it. block_bytes: of each block's extent."""
 
     name: str
     index: int
     budget_bytes: int
-    pager: Ref
-    dense: Ref
-    graph: Graph
-    tensors: tuple[TensorEntry, ...]
     block_bytes: tuple[int, ...]
-    limits: Limits
-    page_tokens: int
-    kv_type: KvType
-    context_tokens: int
-    is_shared: bool
-    cache: ObjectCache
-    progress: Compiling | None = None
 
     async def make(self) -> Device:
         """See `Recipe`. Raises `JitllmError` where there is no such device, or no room on it."""
-        located = await self.pager.ask(Locate())
-        has_dense = self.dense != self.pager
-        dense = (await self.dense.ask(Locate())).dense if has_dense else located.dense
+        located, dense = await self.locate()
         graph = self.graph
         with ExitStack() as owned:
             began_s = perf_counter()
@@ -90,7 +65,7 @@ class VulkanRecipe:
                 graph.embed,
                 graph.tables,
                 list(enumerate(graph.blocks)),
-                (*graph.head, sample_of(graph)),
+                self.head,
                 limits=self.limits,
                 arena=arena,
                 staging=staging,
@@ -99,9 +74,7 @@ class VulkanRecipe:
                 page_tokens=self.page_tokens,
                 kv_element=self.kv_type,
             )
-            program = await beside(
-                lambda cancelled: build(progress=reporting(self.progress, cancelled))
-            )
+            program = await beside(lambda cancelled: build(progress=self.reporting(cancelled)))
             runner = VulkanRunner(
                 program,
                 pipelines,
@@ -110,14 +83,12 @@ class VulkanRecipe:
                 hidden=graph.hidden,
                 logits=graph.logits,
                 top_bytes=TOP_BYTES,
-                parcel_bytes=parcel_bytes(graph, self.kv_type),
+                parcel_bytes=self.parcel_bytes,
                 unit_bytes=2 if self.kv_type == "f16" else 4,
             )
-            memory = DevicePages(self._page_sizes(), mirrors, give)
-            pages = KvPages(memory, self.page_tokens, self._capacity(), columns=())
-            outbox = owned.enter_context(
-                outbox_of(graph, self.limits, self.kv_type, is_shared=self.is_shared)
-            )
+            memory = DevicePages(self.page_bytes, mirrors, give)
+            pages = KvPages(memory, self.page_tokens, self.num_page_sets, columns=())
+            outbox = owned.enter_context(self.outbox())
             supply = CopiedWeights(
                 self.pager,
                 located,
@@ -127,7 +98,7 @@ class VulkanRecipe:
                 arena,
                 runner,
                 owned,
-                has_dense=has_dense,
+                has_dense=not self.keeps_dense,
             )
             return Device(
                 runner,
@@ -143,12 +114,3 @@ class VulkanRecipe:
                 owned=owned.pop_all(),
             )
         raise AssertionError("unreachable")
-
-    def _page_sizes(self) -> list[int]:
-        return [
-            page_bytes(kv.kv_heads, kv.k_dim, kv.v_dim, self.page_tokens, self.kv_type)
-            for kv in self.graph.kv
-        ]
-
-    def _capacity(self) -> int:
-        return self.limits.rows * -(-self.context_tokens // self.page_tokens)
