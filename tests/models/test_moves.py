@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import islice
@@ -105,6 +105,21 @@ async def moving(
     return [task.result() for task in asked], done.result()
 
 
+def random_moves(
+    dice: random.Random, num_blocks: int, devices: Sequence[str]
+) -> Iterator[tuple[list[int], str, bool]]:
+    """Some blocks, maybe with the head, to where they are not; all begin at the first device."""
+    placement = [devices[0]] * (num_blocks + 1)
+    while True:
+        to = dice.choice(devices)
+        everything = range(num_blocks + 1)
+        chosen = [b for b in everything if dice.random() < 0.5 and placement[b] != to]
+        for block in chosen:
+            placement[block] = to
+        if chosen:
+            yield [b for b in chosen if b < num_blocks], to, num_blocks in chosen
+
+
 def bits(replies: Sequence[Sequence[Reply]]) -> list[set[Any]]:
     """The different answers to each request."""
     return [{reply.bits for reply in same} for same in replies]
@@ -144,19 +159,8 @@ async def test_random_blocks_with_holes_go_anywhere(model: Path, seed: int) -> N
     expected = await quiet(model)
     dice = random.Random(seed)
     async with two_devices(model) as loaded:
-        n = await num_blocks(loaded.engine)
-
-        def moves() -> Any:
-            placement = ["cpu:0"] * (n + 1)
-            while True:
-                to = dice.choice(DEVICES)
-                chosen = [b for b in range(n + 1) if dice.random() < 0.5 and placement[b] != to]
-                for block in chosen:
-                    placement[block] = to
-                if chosen:
-                    yield [b for b in chosen if b < n], to, n in chosen
-
-        replies, _ = await moving(loaded.engine, REQUESTS, islice(moves(), 6))
+        moves = random_moves(dice, await num_blocks(loaded.engine), DEVICES)
+        replies, _ = await moving(loaded.engine, REQUESTS, islice(moves, 6))
         assert bits(replies) == one_each(expected)
 
 

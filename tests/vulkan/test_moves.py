@@ -20,7 +20,7 @@ from jitllm.errors import PlacementError
 from tests.conftest import TinyModel
 from tests.models.native import Reply, opened, reply
 from tests.models.test_moves import REQUESTS as LONG
-from tests.models.test_moves import following, moving, num_blocks
+from tests.models.test_moves import following, moving, num_blocks, random_moves
 from tests.ops.vulkan import needs_vulkan
 
 pytestmark = [pytest.mark.vulkan, needs_vulkan]
@@ -115,19 +115,8 @@ async def test_random_blocks_with_holes_go_anywhere(model: Path) -> None:
     expected = await quiet(model)
     dice = random.Random(1)
     async with both(model, placement=f"*={GPU}") as loaded:
-        n = await num_blocks(loaded.engine)
-
-        def moves() -> Any:
-            placement = [GPU] * (n + 1)
-            while True:
-                to = dice.choice((CPU, GPU))
-                chosen = [b for b in range(n + 1) if dice.random() < 0.5 and placement[b] != to]
-                for block in chosen:
-                    placement[block] = to
-                if chosen:
-                    yield [b for b in chosen if b < n], to, n in chosen
-
-        replies, _ = await moving(loaded.engine, REQUESTS, islice(moves(), 4))
+        moves = random_moves(dice, await num_blocks(loaded.engine), (GPU, CPU))
+        replies, _ = await moving(loaded.engine, REQUESTS, islice(moves, 4))
     for same in zip(*replies, strict=False):
         check(model, same, expected)
 
