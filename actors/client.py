@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from actors.actor import Message, Ref
@@ -165,26 +166,36 @@ async def _asked(actor: Ref, message: Message[R]) -> R:
 def _use(
     name: str, node: str, placement: Placement, pager: PagerStats, device: DeviceStats
 ) -> DeviceUse:
-    held = device.memory
-    return DeviceUse(
+    use = DeviceUse(
         name=name,
         node=node,
         threads=device.threads,
         tier=device.tier,
         blocks=len(placement.blocks_on(name)),
         has_head=placement.head == name,
-        placed=held.blocks if held else pager.placed,
-        placed_bytes=held.weight_bytes if held else pager.placed_bytes,
-        resident=held.blocks if held else pager.resident,
-        frames=held.blocks if held else min(pager.frames, pager.placed),
+        placed=pager.placed,
+        placed_bytes=pager.placed_bytes,
+        resident=pager.resident,
+        frames=min(pager.frames, pager.placed),
         page_tokens=device.page_tokens,
         kv_pages=device.kv_pages,
         kv_bytes=device.kv_bytes,
         kv_idle_bytes=device.kv_idle_bytes,
         scratch_bytes=device.scratch_bytes,
-        budget_bytes=held.budget_bytes if held else pager.budget_bytes,
-        fixed_bytes=device.scratch_bytes if held else pager.fixed_bytes,
-        allocated_bytes=held.allocated_bytes if held else 0,
+        budget_bytes=pager.budget_bytes,
+        fixed_bytes=pager.fixed_bytes,
+    )
+    if (held := device.memory) is None:
+        return use
+    return replace(
+        use,
+        placed=held.blocks,
+        placed_bytes=held.weight_bytes,
+        resident=held.blocks,
+        frames=held.blocks,
+        budget_bytes=held.budget_bytes,
+        fixed_bytes=device.scratch_bytes,
+        allocated_bytes=held.allocated_bytes,
     )
 
 

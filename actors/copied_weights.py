@@ -81,7 +81,7 @@ class CopiedWeights:
         await self._pager.ask(Reserve("scratch", host_bytes, self._name))
 
     async def acquire(self, start: int, stop: int) -> Lease:
-        """See `Supply`: all of it is here and stays."""
+        """See `Supply`; blocks that stay need none."""
         if not self._weights.slots.blocks:
             return Lease(-1, start, stop, is_standing=True)
         await self._pass_through(start)
@@ -189,8 +189,7 @@ class CopiedWeights:
     @property
     def _room_bytes(self) -> int:
         """For keys and values, those that are there included."""
-        arena = self._arena
-        return arena.budget_bytes - (arena.used_bytes - self._pages.num_bytes)
+        return self._arena.room_bytes + self._pages.num_bytes
 
     async def bring(self, block: int, source: Frame | None, share: float) -> Brought:
         """See `Supply`."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import mmap
 from array import array
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from ctypes import addressof, create_string_buffer, string_at
+from contextlib import ExitStack, contextmanager
+from ctypes import c_char_p, c_void_p, cast, string_at
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -435,12 +435,9 @@ class Device(Actor):
 
     def _take_hidden(self, hidden: Carried) -> None:
         """Begin with what the leg before ended with."""
-        if isinstance(hidden, bytes):
-            arrived = create_string_buffer(hidden, len(hidden))
-            self._runner.take_hidden(addressof(arrived), len(hidden))
-        else:
-            self._runner.take_hidden(self._address(hidden), hidden.num_bytes)
-            self._check_read(hidden)
+        num_bytes = len(hidden) if isinstance(hidden, bytes) else hidden.num_bytes
+        with self._readable(hidden) as address:
+            self._runner.take_hidden(address, num_bytes)
 
     def _hand_hidden(self, message: Step) -> Carried:
         """What the next leg begins with."""
@@ -454,9 +451,14 @@ class Device(Actor):
             return string_at(self._outbox.address + offset, num_bytes)
         return Slice(self._outbox.handle(), offset, num_bytes)
 
-    def _check_read(self, piece: Slice) -> None:
-        """Raise `Lost` for what was given back before it could be read."""
-        if not memory.holds(piece.handle):
+    @contextmanager
+    def _readable(self, data: Carried) -> Iterator[int]:
+        """Where it can be read within the block. Raises `Lost` at its end for what had gone."""
+        if isinstance(data, bytes):
+            yield cast(c_char_p(data), c_void_p).value or 0
+            return
+        yield self._address(data)
+        if not memory.holds(data.handle):
             raise Lost(self._name, "what it was handed had gone before it could read it")
 
     def _address(self, piece: Slice) -> int:
@@ -784,7 +786,7 @@ class Device(Actor):
     async def _take_in(self, parcel: Parcel, first: int = 0) -> Unpacked:
         """Copy what is in a parcel, from position `first` on, into the pages of its sequences."""
         began_s = perf_counter()
-        data, num_pages = parcel.data, 0
+        num_pages = 0
         for piece in parcel.pieces:
             if (seat := self._seats.get(piece.sequence)) is None:
                 continue  # it ended while this was on its way
@@ -793,16 +795,10 @@ class Device(Actor):
             seat.memory.write(start, array("i", piece.tokens[start - piece.start :]))
             size = self._pages.page_tokens
             num_pages += len(parcel.blocks) * (-(-piece.stop // size) - start // size)
-        if isinstance(data, bytes):
-            arrived = create_string_buffer(data, len(data))
-            address = addressof(arrived)
-        else:
-            address = self._address(data)
         tables = partial(self._copies, parcel.blocks, parcel.pieces, out=False, first=first)
         if num_pages:
-            await self._runner.unpack(tables, parcel.num_bytes, address)
-            if isinstance(data, Slice):
-                self._check_read(data)
+            with self._readable(parcel.data) as address:
+                await self._runner.unpack(tables, parcel.num_bytes, address)
         return Unpacked(num_pages, perf_counter() - began_s)
 
     @property

@@ -415,9 +415,8 @@ class Scheduler(Actor):
     async def begin_again(self, error: JitllmError, num_losses: int) -> None:
         """See `Replies`."""
         async with self.between_steps():
-            if (
-                not self._running and self.num_losses == num_losses
-            ):  # else the next step finds out who it was
+            # Where something runs, the next step finds out who it was.
+            if not self._running and self.num_losses == num_losses:
                 await self._recover(error)
 
     # --- stepping ----------------------------------------------------------------------------

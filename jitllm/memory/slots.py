@@ -75,9 +75,10 @@ class Slots:
         """Take what room there is but for so much, up to a slot for each block; whether blocks
         moved by that."""
         before, least = len(self._spans), spare_bytes + self.slot_bytes
-        while len(self._spans) < len(self.blocks) and self._arena.room_bytes >= least:
-            if not self._add():
-                break
+        while (
+            len(self._spans) < len(self.blocks) and self._arena.room_bytes >= least and self._add()
+        ):
+            pass
         return self._rearranged(before)
 
     def narrow(self, num_bytes: int) -> bool:
