@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -30,8 +31,19 @@ EXAMPLES = """
     jitllm speed model.jlm
     jitllm speed model.jlm -p 512 -n 128 -r 5 -threads 2
     jitllm speed model.jlm -maxmem 200M -n 32
+    jitllm speed model.jlm -p 0 -depth 4096
     jitllm speed model.jlm -json
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one repetition computes, in tokens, and how many there are."""
+
+    num_prompt: int
+    num_decode: int
+    depth: int
+    repetitions: int
 
 
 @dataclass(slots=True)
@@ -53,6 +65,9 @@ def speed(
     num_decode: Annotated[
         int, typer.Option("-n", metavar="N", help="Tokens to decode; 0 leaves it out.")
     ] = 128,
+    depth: Annotated[
+        int, typer.Option("-depth", metavar="N", help="Tokens of history before those of -n.")
+    ] = 0,
     repetitions: Annotated[int, typer.Option("-r", metavar="N", help="Repetitions.")] = 3,
     json: AsJson = False,
     config: EngineConfig,
@@ -60,31 +75,29 @@ def speed(
     """Measure how fast a model runs here.
 
     One round of each kind warms up and is not counted. Every repetition is a request of its own:
-    a prompt of -p tokens, then -n tokens decoded one by one from the start of the context. What
-    decoding reads a second is shown beside what a plain loop reads of as much memory with as many
-    threads. The spread is the largest rate less the smallest, over the median. The machine should
-    have nothing else to do.
+    a prompt of -p tokens, then -n tokens decoded one by one behind a history of -depth tokens,
+    which is not timed. The weights that decoding reads a second are shown beside what a plain loop
+    reads of as much memory with as many threads. The spread is the largest rate less the smallest,
+    over the median. The machine should have nothing else to do.
     """
-    if min(num_prompt, num_decode) < 0 or repetitions < 1 or num_prompt == num_decode == 0:
-        raise UsageError("there is nothing to measure", "choose -p and -n from 0, -r from 1")
-    return asyncio.run(_measure(model, config, num_prompt, num_decode, repetitions, json))
+    if min(num_prompt, num_decode, depth) < 0 or repetitions < 1 or num_prompt == num_decode == 0:
+        raise UsageError(
+            "there is nothing to measure", "choose -p, -n and -depth from 0, -r from 1"
+        )
+    work = Work(num_prompt, num_decode, depth, repetitions)
+    return asyncio.run(_measure(model, config, work, json))
 
 
-async def _measure(
-    path: Path, config: EngineConfig, num_prompt: int, num_decode: int, repetitions: int, json: bool
-) -> int:
+async def _measure(path: Path, config: EngineConfig, work: Work, json: bool) -> int:
     # A prompt that is remembered from the last repetition measures nothing.
     async with opened(path, replace(config, share_prefixes=False)) as loaded:
         start = await loaded.engine.stats()
         for line in report.before(loaded, start):
             note(line)
-        _check_fit(num_prompt, num_decode, start.context_tokens)
+        _check_fit(work, start.context_tokens)
         found = Samples()
         ids = text_ids(loaded, SENTENCE)
-        prompt = tuple(islice(cycle(ids), num_prompt))
-        is_finished = await finished(
-            _repeat(loaded.engine, prompt, ids[0], num_decode, repetitions, found)
-        )
+        is_finished = await finished(_repeat(loaded.engine, ids, work, found))
         stats = await loaded.engine.stats()
     bytes_per_token = report.weight_bytes_per_token(loaded.header)
     if found.decode and is_finished:
@@ -94,13 +107,14 @@ async def _measure(
         pages = report.pages_json(stats.pages, report.page_ins_per_token(start, stats))
         print_json({**result, "pages": pages, **report.engine_json(loaded, stats)})
     else:
-        say(_lines(result, num_prompt, num_decode))
+        say(_lines(result, work))
     return 0 if is_finished else INTERRUPTED
 
 
-def _check_fit(num_prompt: int, num_decode: int, ctx_tokens: int) -> None:
+def _check_fit(work: Work, ctx_tokens: int) -> None:
     """A run that the context cuts short would count tokens that nobody computed."""
-    for flag, num_tokens in (("-p", num_prompt), ("-n", num_decode and num_decode + 1)):
+    decoded = work.num_decode and work.depth + work.num_decode + 1
+    for flag, num_tokens in (("-p", work.num_prompt), ("-depth" if work.depth else "-n", decoded)):
         if num_tokens > ctx_tokens:
             raise UsageError(
                 f"{flag} takes {counted(num_tokens, 'token')} and the context holds {ctx_tokens}",
@@ -108,23 +122,21 @@ def _check_fit(num_prompt: int, num_decode: int, ctx_tokens: int) -> None:
             )
 
 
-async def _repeat(
-    engine: Engine,
-    prompt: tuple[int, ...],
-    first_id: int,
-    num_decode: int,
-    repetitions: int,
-    found: Samples,
-) -> None:
-    for repetition in range(repetitions + 1):
+async def _repeat(engine: Engine, ids: Sequence[int], work: Work, found: Samples) -> None:
+    prompt = tuple(islice(cycle(ids), work.num_prompt))
+    history = tuple(islice(cycle(ids), work.depth))
+    for repetition in range(work.repetitions + 1):
         if prompt:
             rate = await _rate(engine, Request(prompt, max_tokens=0), len(prompt), "-p")
             if repetition:
                 found.prefill.append(rate)
-        if num_decode:
-            # The one token of the prompt is a step like every other: so many tokens, so many steps.
-            request = Request((first_id,), max_tokens=num_decode)
-            rate = await _rate(engine, request, num_decode, "-n")
+        if work.num_decode:
+            if history:
+                rate = await _rate_behind(engine, history, work.num_decode)
+            else:
+                # The one token of the prompt is a step like every other.
+                request = Request((ids[0],), max_tokens=work.num_decode)
+                rate = await _rate(engine, request, work.num_decode, "-n")
             if repetition:
                 found.decode.append(rate)
 
@@ -144,6 +156,20 @@ async def _rate(engine: Engine, request: Request, num_tokens: int, flag: str) ->
     return samples.rate(
         num_tokens - num_cached, elapsed_s, counted(num_tokens, "token"), f"raise {flag}"
     )
+
+
+async def _rate_behind(engine: Engine, history: tuple[int, ...], num_tokens: int) -> float:
+    """Tokens a second of `num_tokens` decoded behind a history, from the token that ends it on.
+
+    Raises `JitllmError` for a run that the clock cannot see.
+    """
+    started = None
+    async with answered(engine, Request(history, max_tokens=num_tokens + 1)) as deltas:
+        async for delta in deltas:
+            if started is None and delta.tokens:
+                started = time.perf_counter()
+    elapsed_s = time.perf_counter() - (started or 0)
+    return samples.rate(num_tokens, elapsed_s, counted(num_tokens, "token"), "raise -n")
 
 
 def _result(bytes_per_token: int, found: Samples) -> dict[str, Any]:
@@ -168,16 +194,17 @@ def _result(bytes_per_token: int, found: Samples) -> dict[str, Any]:
     }
 
 
-def _lines(result: dict[str, Any], num_prompt: int, num_decode: int) -> str:
+def _lines(result: dict[str, Any], work: Work) -> str:
     taken = result["samples"]
+    behind = f" @ d{work.depth}" if work.depth else ""
     phases = (
-        ("pp", num_prompt, "prompt", "prefill_tok_s"),
-        ("tg", num_decode, "decode", "decode_tok_s"),
+        (f"pp{work.num_prompt}", "prompt", "prefill_tok_s"),
+        (f"tg{work.num_decode}{behind}", "decode", "decode_tok_s"),
     )
     measured, medians = [], []
-    for short, number, name, key in phases:
+    for short, name, key in phases:
         if rates := taken[key]:
-            measured.append(f"{short}{number} {' / '.join(f'{rate:.1f}' for rate in rates)} tok/s")
+            measured.append(f"{short} {' / '.join(f'{rate:.1f}' for rate in rates)} tok/s")
             medians.append(samples.with_spread(f"{name} {result[key]:.1f} tok/s", rates))
     if result["gb_s"] is not None:
         medians.append(samples.weights_line(result["bytes_per_token"], "token", result))

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
+from tests.bench import random_gguf
 from tests.bench.paired import compare, jitllm_speed, llama_bench
 
 PEER, SOURCE = os.environ.get("JITLLM_PEER_BENCH"), os.environ.get("JITLLM_BENCH_GGUF")
@@ -22,24 +24,50 @@ THREADS = "2"
 pytestmark = [
     pytest.mark.bench,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(
-        not PEER or not SOURCE, reason="JITLLM_PEER_BENCH and JITLLM_BENCH_GGUF are not set"
-    ),
+    pytest.mark.skipif(not PEER, reason="JITLLM_PEER_BENCH is not set"),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "decode"), [(512, 128)])
-def test_prefill_and_decode_against_the_peer(tmp_path: Path, prompt: int, decode: int) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source, converted."""
+    if not SOURCE:
+        pytest.skip("JITLLM_BENCH_GGUF is not set")
+    return converted(Path(SOURCE), tmp_path_factory.mktemp("bench") / "model.jlm")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decode", "depth"), [(512, 128, 0), (48, 0, 0), (0, 128, 4096)], ids=str
+)
+def test_a_model_against_the_peer(model: Path, prompt: int, decode: int, depth: int) -> None:
     """Both engines alternate; the numbers are shown, not judged."""
-    assert SOURCE
-    assert PEER
-    model = tmp_path / "model.jlm"
-    jitllm = [sys.executable, "-m", "jitllm.cli.main"]
-    subprocess.run([*jitllm, "convert", SOURCE, str(model)], check=True, capture_output=True)
-    ours = [*jitllm, "speed", str(model), "-threads", THREADS]
-    peer = [PEER, "-m", SOURCE, "-t", THREADS]
+    against_the_peer(Path(SOURCE or ""), model, prompt, decode, depth)
+
+
+@pytest.mark.parametrize("weight_type", ["Q4_K", "Q8_0", "Q4_0", "Q6_K"])
+def test_a_billion_weights_against_the_peer(weight_type: str, tmp_path: Path) -> None:
+    """A llama of 16 blocks with random weights, the same file for both engines."""
+    source = tmp_path / "random.gguf"
+    random_gguf.write(source, random_gguf.ONE_BILLION, GGMLQuantizationType[weight_type])
+    model = converted(source, tmp_path / "model.jlm")
+    against_the_peer(source, model, prompt=512, decode=64)
+
+
+def converted(source: Path, model: Path) -> Path:
+    """`source` as a container."""
+    command = [sys.executable, "-m", "jitllm.cli.main", "convert", str(source), str(model)]
+    subprocess.run(command, check=True, capture_output=True)
+    return model
+
+
+def against_the_peer(source: Path, model: Path, prompt: int, decode: int, depth: int = 0) -> None:
+    """Show the ratios of one amount of work."""
+    ours = [sys.executable, "-m", "jitllm.cli.main", "speed", str(model), "-threads", THREADS]
+    peer = [str(PEER), "-m", str(source), "-t", THREADS]
     for ratio in compare(
-        lambda: jitllm_speed(ours, prompt, decode), lambda: llama_bench(peer, prompt, decode), PAIRS
+        lambda: jitllm_speed(ours, prompt, decode, depth),
+        lambda: llama_bench(peer, prompt, decode, depth),
+        PAIRS,
     ):
-        print(f"\npp{prompt} tg{decode} {ratio}")
+        print(f"\n{model.stem} pp{prompt} tg{decode} d{depth} {ratio}")
         assert ratio.pairs == PAIRS

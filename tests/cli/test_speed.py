@@ -20,6 +20,17 @@ def test_every_repetition_is_a_request_and_one_warms_up(jitllm: Jitllm, opener: 
     assert re.match(rf"pp100 {rates}   tg8 {rates}\nmedian ", done.out)
 
 
+def test_decoding_behind_a_history_times_the_tokens_after_it(
+    jitllm: Jitllm, opener: Opener
+) -> None:
+    done = jitllm("speed", "m.jlm", "-p", "0", "-n", "8", "-depth", "50", "-r", "1")
+    assert [(len(r.prompt), r.max_tokens) for r in opener.engine.requests] == [(50, 9)] * 2
+    assert done.out.startswith("tg8 @ d50 ")
+    beyond = jitllm("speed", "m.jlm", "-p", "0", "-n", "8", "-depth", "4090")
+    assert beyond.code == 2
+    assert "-depth takes 4099 tokens and the context holds 4096" in beyond.err
+
+
 def test_json_has_medians_and_samples(jitllm: Jitllm, opener: Opener) -> None:
     report = jitllm("speed", "m.jlm", "-p", "9", "-n", "8", "-json").json
     samples = report["samples"]

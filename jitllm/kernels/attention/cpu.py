@@ -6,14 +6,16 @@ way it is a list of *rows* (a token and a head) that share every load of keys an
 arithmetic depends on nothing but its own query and its own visible keys.
 
 What a row carries from chunk to chunk lies in small arrays on the stack, a few kilobytes that stay
-in the first cache. Register tiles of `side` rows by `side` vectors keep loads well below the fmas.
+in the first cache. Register tiles of `side` rows by `side` vectors keep loads well below the fmas,
+so that there is room to fetch the next chunk while one is computed: a single token waits for memory
+otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jitllm.jit.emit import LANES, Kernel, Value, f32, f32v, i16, i32, i64, lanes_of, spans, vec
 from jitllm.kernels.attention import CHUNK_KEYS, Attention
@@ -30,6 +32,8 @@ MIN_ITEMS = 2
 CHUNK_VECTORS = CHUNK_KEYS // LANES
 
 MINUS_INFINITY = float("-inf")
+
+_LINE_BYTES = 64
 
 
 def item_heads(heads: int, kv_heads: int) -> int:
@@ -137,6 +141,16 @@ def _num_tokens(k: Kernel, token: Value, groups: int) -> Value:
     return taken.get()
 
 
+class _Chunk(NamedTuple):
+    """Addresses of keys [k_dim, key_stride] and values [keys, v_dim], and how many bytes from each
+    of them the next chunk's lies; None where that is not known."""
+
+    keys: Value
+    values: Value
+    next_keys: Value | None = None
+    next_values: Value | None = None
+
+
 class _Body:
     """Emits one item. The attributes are addresses of per-row arrays on the stack."""
 
@@ -165,11 +179,11 @@ class _Body:
         rows = num_tokens * shape.item_heads
 
         with k.loop(start & -CHUNK_KEYS, stop, CHUNK_KEYS) as base:
-            keys, values = self.chunk(table, kv_head, base, start, stop)
-            self.tiles(rows, lambda row, count: self.score(row, count, keys))
+            chunk = self.chunk(table, kv_head, base, start, stop)
+            self.tiles(rows, lambda row, count: self.score(row, count, chunk))
             with k.loop(0, rows) as row:
                 self.weigh(row, base)
-            self.tiles(rows, lambda row, count: self.accumulate(row, count, base, values))
+            self.tiles(rows, lambda row, count: self.accumulate(row, count, base, chunk))
         with k.loop(0, rows) as row:
             self.finish(row)
 
@@ -209,20 +223,18 @@ class _Body:
         values = page + shape.kv_heads * shape.k_dim * per_page * size
         return keys, values + (kv_head * per_page + offset) * (shape.v_dim * size)
 
-    def chunk(
-        self, table: Value, kv_head: Value, base: Value, start: Value, stop: Value
-    ) -> tuple[Value, Value]:
-        """Addresses of a chunk's keys [k_dim, key_stride] and values [keys, v_dim].
-
-        Only pages that hold a key of [start, stop) are touched.
-        """
+    def chunk(self, table: Value, kv_head: Value, base: Value, start: Value, stop: Value) -> _Chunk:
+        """The chunk from `base` on. Only pages that hold a key of [start, stop) are touched."""
         k, shape = self.k, self.shape
         if shape.page_tokens >= CHUNK_KEYS:
-            return self.page(table, kv_head, base)
+            keys, values = self.page(table, kv_head, base)
+            following = k.min(base + CHUNK_KEYS, (stop - 1) & -CHUNK_KEYS)
+            next_keys, next_values = self.page(table, kv_head, following)
+            return _Chunk(keys, values, next_keys - keys, next_values - values)
         first = k.max(base, start & -shape.page_tokens)
         with k.loop(first, k.min(base + CHUNK_KEYS, stop), shape.page_tokens) as position:
             self.gather(self.page(table, kv_head, position), position - base)
-        return self.gathered_keys, self.gathered_values
+        return _Chunk(self.gathered_keys, self.gathered_values)
 
     def gather(self, page: tuple[Value, Value], key: Value) -> None:
         """Copy a small page to where its keys stand in the chunk."""
@@ -236,6 +248,12 @@ class _Body:
         into = self.gathered_values + key * (shape.v_dim * size)
         with k.loop(0, per_page * shape.v_dim * size, size) as at:
             k.store(k.load(values + at, shape.element), into + at)
+
+    def fetch(self, address: Value, distance: Value | None, lanes: int) -> None:
+        """Fetch the keys or values at a distance from `lanes` of them at an address."""
+        if distance is not None:
+            for offset in range(0, lanes * self.shape.element_bytes, _LINE_BYTES):
+                self.k.prefetch(address + distance + offset)
 
     def load(self, address: Value, lanes: int = LANES) -> Value:
         """Keys or values as f32."""
@@ -256,7 +274,7 @@ class _Body:
             with k.if_(full < rows):
                 work(full, rest)
 
-    def score(self, row: Value, count: int, keys: Value) -> None:
+    def score(self, row: Value, count: int, chunk: _Chunk) -> None:
         """Scores of the chunk's keys, before `scale`, for `count` rows."""
         k, shape = self.k, self.shape
         queries = [k.load(self.queries + (row + i) * 8, i64) for i in range(count)]
@@ -264,12 +282,14 @@ class _Body:
             vectors = range(first, first + self.side)
             acc = [[k.var(0, f32v) for _ in vectors] for _ in range(count)]
             with k.loop(0, shape.k_dim) as d:
-                at = keys + d * (shape.key_stride * shape.element_bytes)
-                key = [self.load(at + n * LANES * shape.element_bytes) for n in vectors]
+                at = chunk.keys + d * (shape.key_stride * shape.element_bytes)
+                at = at + first * LANES * shape.element_bytes
+                self.fetch(at, chunk.next_keys, self.side * LANES)
+                key = [self.load(at + n * LANES * shape.element_bytes) for n in range(self.side)]
                 for query, sums in zip(queries, acc, strict=True):
                     q = k.splat(k.load(query + d * 4, f32))
-                    for n, total in enumerate(sums):
-                        total.set(k.fma(q, key[n], total.get()))
+                    for column, total in zip(key, sums, strict=True):
+                        total.set(k.fma(q, column, total.get()))
             for i, sums in enumerate(acc):
                 into = self.scores + (row + i) * (CHUNK_KEYS * 4)
                 for n, total in zip(vectors, sums, strict=True):
@@ -326,7 +346,7 @@ class _Body:
         tanh = (1.0 - t) / (t + 1.0)
         return k.select(x < 0.0, -tanh, tanh) * cap
 
-    def accumulate(self, row: Value, count: int, base: Value, values: Value) -> None:
+    def accumulate(self, row: Value, count: int, base: Value, chunk: _Chunk) -> None:
         """Add the chunk's weighted values to `count` rows.
 
         Only keys that a row sees are read for it: an unwritten slot may hold a NaN. Rows of
@@ -348,15 +368,15 @@ class _Body:
         full = shape.v_dim // width * width
         with k.loop(0, full, width) as column:
             pieces = spans(width)
-            self.columns(row, values, column, pieces, ranges, first, last)
+            self.columns(row, chunk, column, pieces, ranges, first, last)
         if full < shape.v_dim:
             pieces = spans(shape.v_dim - full)
-            self.columns(row, values, k.const(full), pieces, ranges, first, last)
+            self.columns(row, chunk, k.const(full), pieces, ranges, first, last)
 
     def columns(
         self,
         row: Value,
-        values: Value,
+        chunk: _Chunk,
         column: Value,
         pieces: list[tuple[int, int]],
         ranges: list[tuple[Value, Value]],
@@ -367,7 +387,8 @@ class _Body:
         k, shape = self.k, self.shape
         sums = self.values + row * self.value_bytes + column * 4
         weights = self.scores + row * (CHUNK_KEYS * 4)
-        values = values + column * shape.element_bytes
+        values = chunk.values + column * shape.element_bytes
+        num_lanes = sum(lanes for _, lanes in pieces)
         acc = []
         for i in range(len(ranges)):
             decay = k.load(self.decays + (row + i) * 4, f32)
@@ -378,6 +399,7 @@ class _Body:
         def add(start: Value, stop: Value, rows: range) -> None:
             with k.loop(start, stop) as key:
                 at = values + key * (shape.v_dim * shape.element_bytes)
+                self.fetch(at, chunk.next_values, num_lanes)
                 value = [self.load(at + o * shape.element_bytes, lanes) for o, lanes in pieces]
                 for i in rows:
                     weight = k.load(weights + i * CHUNK_KEYS * 4 + key * 4, f32)
