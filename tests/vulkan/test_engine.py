@@ -34,14 +34,16 @@ REQUESTS = (
 )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3moe"])
+@pytest.mark.parametrize("name", oracle.FLOAT_MODELS)
 async def test_an_engine_gives_the_golden_logits(name: str, tiny_model: TinyModel) -> None:
+    """As one prompt, in chunks and token by token: near the truth, and the same bits."""
     tokens, truth = oracle.golden(name)
     async with opened(tiny_model(name), devices="vulkan:0", kv_type="f32") as loaded:
-        whole = await prompt_logits(loaded.engine, tokens.tolist())
-        chunks = await prompt_logits(loaded.engine, tokens.tolist(), chunk_tokens=7)
+        whole, *others = [await prompt_logits(loaded.engine, tokens, n) for n in (None, 7, 1)]
+        stats = await loaded.engine.stats()
+    assert {use.name for use in stats.devices if use.placed} == {"vulkan:0"}
     assert np.abs(whole - truth).max() <= MAX_DIFFERENCE
-    assert np.array_equal(chunks, whole)
+    assert all(np.array_equal(other, whole) for other in others)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
