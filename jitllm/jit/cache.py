@@ -23,7 +23,7 @@ from jitllm.kernels.op import KernelSpec
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
-_NOT_EMITTERS = ("reference.py", "gpu.py", "slang.py", "slang_child.py")
+_NOT_EMITTERS = ("reference.py", "gpu.py", "slang.py", "slang_child.py", "table.py")
 
 UNUSED_S = 30 * 24 * 3600
 """Seconds after its last load that an entry is kept."""
