@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,13 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.device import Device
+from jitllm.cli.agreement import Agreement
 from jitllm.compose import Loaded
 from jitllm.engine import Request
 from jitllm.errors import PlacementError
+from jitllm.schedule.step import Span
 from tests.conftest import TinyModel
 from tests.models.native import Reply, opened, reply
+from tests.models.test_moves import PROMPT, following, moving, num_blocks, random_moves
 from tests.models.test_moves import REQUESTS as LONG
-from tests.models.test_moves import following, moving, num_blocks, random_moves
 from tests.ops.vulkan import needs_vulkan
 
 pytestmark = [pytest.mark.vulkan, needs_vulkan]
@@ -129,6 +136,83 @@ async def test_nothing_is_computed_again(model: Path) -> None:
         stats = await loaded.engine.stats()
     # The first token comes with the prompt.
     assert stats.steps == sum(len(reply.ids) for reply in replies)
+
+
+# --- what `jitllm verify` says, of several sessions at once --------------------------------------
+
+BAND = 5e-4
+"""Of float weights with keys and values of full width."""
+SESSIONS = tuple(Request(PROMPT * n, max_tokens=60 - 10 * n, chunk_tokens=7) for n in range(1, 5))
+"""They begin at different positions, and none of them ends while another one begins."""
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
+    """How often each (sequence, position, block) was computed, on whatever device."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    begin, describe = Device.__init__, Device._describe
+
+    def counting(self: Device, runner: Any, *rest: Any, **more: Any) -> None:
+        begin(self, runner, *rest, **more)
+        run, self.spans = runner.run, ()  # type: ignore[attr-defined]
+
+        def counted(start: int, stop: int, **how: bool) -> None:
+            counts.update(
+                (span.sequence, position, block)
+                for span in self.spans  # type: ignore[attr-defined]
+                for position in range(span.start, span.stop)
+                for block in range(start, stop)
+            )
+            run(start, stop, **how)
+
+        runner.run = counted
+
+    def noting(self: Device, spans: tuple[Span, ...]) -> None:
+        self.spans = spans  # type: ignore[attr-defined]
+        describe(self, spans)
+
+    monkeypatch.setattr(Device, "__init__", counting)
+    monkeypatch.setattr(Device, "_describe", noting)
+    return counts
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+async def test_sessions_stay_in_the_band_while_blocks_move(
+    name: str, tiny_model: TinyModel, computed: Counter[tuple[int, int, int]]
+) -> None:
+    """Random blocks, four sessions at different positions; no token is computed again."""
+    path, dice = tiny_model(name), random.Random(5)
+    whole = {"kv_type": "f32", "share_prefixes": False}
+    async with opened(path, devices=CPU, threads=1, **whole) as loaded:
+        expected = [await reply(loaded.engine, request) for request in SESSIONS]
+    computed.clear()
+    async with both(path, placement=f"*={GPU}", **whole) as loaded:
+        count = await num_blocks(loaded.engine)
+        moves = islice(random_moves(dice, count, (GPU, CPU)), 6)
+        replies, done = await moving(loaded.engine, SESSIONS, moves)
+        stats = await loaded.engine.stats()
+    assert stats.moves == len(done) == 6
+    assert sum(moved.tokens_meanwhile > 0 for moved in done) > 1  # replies went on meanwhile
+    num_positions = 0
+    for request, same, want in zip(SESSIONS, replies, expected, strict=True):
+        num_positions += len(same) * (len(request.prompt) + request.max_tokens - 1)
+        for found in same:
+            agreement = Agreement(BAND)
+            for position, rows in enumerate(zip(want.logits, found.logits, strict=True)):
+                agreement.add(position, *(row.tolist() for row in rows))
+            assert agreement.problem == ""
+            assert found.ids == want.ids
+    assert set(computed.values()) == {1}
+    assert len(computed) == num_positions * count
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_verify_reports_that_band(name: str, tiny_model: TinyModel) -> None:
+    flags = ("-devices", GPU, "-kv-type", "f32", "-n", "24", "-dlogit", str(BAND), "-migrate")
+    command = [sys.executable, "-m", "jitllm.cli.main", "verify", str(tiny_model(name)), *flags]
+    done = subprocess.run([*command, "-json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0 < json.loads(done.stdout)["worst_dlogit"] <= BAND
 
 
 async def test_a_move_without_room_is_refused_with_numbers(tiny_model: TinyModel) -> None:
