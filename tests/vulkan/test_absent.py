@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from jitllm.devices.grammar import parse_devices
@@ -18,6 +22,7 @@ from jitllm.engine import Request
 from jitllm.errors import JitllmError, PlacementError
 from tests.conftest import TinyModel
 from tests.models.native import opened, reply
+from tests.ops.vulkan import needs_vulkan
 
 
 @pytest.fixture
@@ -50,6 +55,28 @@ async def test_a_device_that_is_named_is_an_error(devices: str, tiny_model: Tiny
 async def test_the_cpu_works(devices: str, tiny_model: TinyModel) -> None:
     async with opened(tiny_model("llama"), devices=devices) as loaded:
         assert len((await reply(loaded.engine, Request((1, 2), max_tokens=3))).ids) == 3
+
+
+@pytest.mark.parametrize("verb", ["hardware", "run"])
+@needs_vulkan
+def test_without_a_driver_a_process_says_what_to_install(verb: str, tiny_model: TinyModel) -> None:
+    """The real loader, which is told of no driver."""
+    command = [sys.executable, "-m", "jitllm.cli.main", verb]
+    if verb == "run":
+        command += [str(tiny_model("llama")), "-devices", "vulkan:0", "-n", "1", "hello"]
+    none = dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES"), "/nonexistent")
+    done = subprocess.run(
+        command, env=os.environ | none, capture_output=True, text=True, check=False, timeout=120
+    )
+    said = done.stdout if verb == "hardware" else done.stderr
+    (line,) = (line for line in said.splitlines() if "mesa-vulkan-drivers" in line)
+    if verb == "hardware":
+        assert done.returncode == 0
+        assert line.startswith("vulkan ")
+    else:
+        assert done.returncode == PlacementError.exit_code
+        assert "-devices vulkan:0: Vulkan does not start: vkCreateInstance: VK_ERROR_" in line
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""A real model on the first Vulkan device, a software one if there is no other: what is too slow
+for every run of the tests. Set JITLLM_TEST_VULKAN to the number of another device.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jitllm.compose import open_engine
+from jitllm.config import EngineConfig
+from jitllm.engine import Request
+from jitllm.jit.cache import ObjectCache
+from tests.models.native import opened, reply
+from tests.models.test_gemma import NUM_POSITIONS, along_golden_replies, prompts
+from tests.models.test_moves import moving, num_blocks, random_moves
+from tests.ops.vulkan import needs_vulkan
+
+pytestmark = [pytest.mark.bench, pytest.mark.vulkan, needs_vulkan, pytest.mark.timeout(7200)]
+
+CPU, GPU = "cpu:0", f"vulkan:{os.environ.get('JITLLM_TEST_VULKAN', '0')}"
+MAX_COLD_START_S = 20
+
+
+async def test_logits_along_all_golden_replies(gemma_model: Path) -> None:
+    """The bounds are those of the CPU."""
+    async with opened(gemma_model, devices=GPU, ctx_tokens=512) as loaded:
+        found = await along_golden_replies(loaded.engine, prompts(), NUM_POSITIONS)
+    print(f"\n{found}")
+    assert found.num_positions == 12 * NUM_POSITIONS
+    found.check()
+    assert found.num_best >= 755
+
+
+async def test_a_cold_start(gemma_model: Path, tmp_path: Path) -> None:
+    """All kernels are compiled, and at the second start none."""
+    for is_cold in (True, False):
+        cache = ObjectCache(tmp_path / "cache")
+        loaded = await open_engine(gemma_model, EngineConfig(devices=GPU), cache=cache)
+        await loaded.close()
+        print(
+            f"\n{loaded.compiled_kernels} kernels compiled, {loaded.compile_s:.1f} s to make the "
+            f"device's programs, {loaded.open_s:.1f} s to open the model"
+        )
+        assert (loaded.compiled_kernels > 0) is is_cold
+        assert loaded.compile_s < MAX_COLD_START_S
+
+
+async def test_blocks_there_and_back(gemma_model: Path) -> None:
+    """A reply with all blocks away and at home, and with random ones; beside the host's logits as
+    long as the tokens are the same."""
+    request = Request(tuple(next(prompts()).tokens), max_tokens=48)
+    choices = {"placement": f"*={GPU}", "move_share": 0.99, "share_prefixes": False}
+    async with opened(gemma_model, devices=CPU, share_prefixes=False) as loaded:
+        expected = await reply(loaded.engine, request)
+    async with opened(gemma_model, devices=f"{CPU},{GPU}", ctx_tokens=512, **choices) as loaded:
+        count = await num_blocks(loaded.engine)
+        whole = [(range(count), to, True) for to in (CPU, GPU)]
+        some = islice(random_moves(random.Random(3), count, (GPU, CPU)), 4)
+        (replies,), moves = await moving(loaded.engine, [request], [*whole, *some])
+        stats = await loaded.engine.stats()
+    assert stats.moves == len(moves) == 6
+    assert stats.steps == sum(len(found.ids) for found in replies)  # nothing is computed again
+    for found in replies:
+        differ = (i for i, (a, b) in enumerate(zip(found.ids, expected.ids, strict=True)) if a != b)
+        rows = next(differ, len(found.ids) - 1) + 1  # where they part they have the same history
+        most = np.abs(found.logits[:rows] - expected.logits[:rows]).max()
+        print(f"\n{rows} of {len(found.ids)} tokens alike, logits off by {most:.2f} at most")
+        assert most <= 1.5
