@@ -100,11 +100,11 @@ def plain(case: Case, matrix: bytes, src: NDArray[Any], tier: Tier) -> F32s:
 
 
 FORMATS_HERE = [FormatCode.F32, FormatCode.BF16, FormatCode.Q4_1, FormatCode.Q8_0, FormatCode.Q6_K]
-"""One of each kind: what a format does to a tile is tested with plain products."""
+"""One of each kind, where rows and their company matter."""
 
 SMALL = [f for f in FORMATS_HERE if FORMATS[f].col_multiple <= 32]
 CASES = [
-    *(Case(f) for f in FORMATS_HERE),
+    *(Case(f) for f in FormatCode),
     *(Case(f, tokens=7, has_segments=True) for f in FORMATS_HERE),
     *(Case(f, rows=32, cols=96, tokens=1, used=4, has_segments=True) for f in SMALL),
     Case(FormatCode.Q4_K, rows=96, cols=512, experts=64, used=8, tokens=1),
