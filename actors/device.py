@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import TypeVar, assert_never
 
 from actors.actor import Actor
+from actors.decode import TOP_BYTES, Decode, Outcome, Seat
 from actors.mailbox import Lost
 from actors.messages import (
     Abandon,
@@ -60,7 +61,7 @@ from actors.parts import Parts
 from actors.supply import Supply
 from jitllm.devices import memory
 from jitllm.devices.runner import Runner, SeatMemory
-from jitllm.engine import MAX_TOP_LOGPROBS, Logits, Sampling, TopLogprobs
+from jitllm.engine import Logits, TopLogprobs
 from jitllm.errors import JitllmError, OutOfPages, OverBudget, PlacementError
 from jitllm.kernels.op import Buffer
 from jitllm.kernels.sample import (
@@ -82,43 +83,18 @@ from jitllm.units import format_size
 
 R = TypeVar("R")
 
-TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
-"""Room for the likeliest tokens of one output."""
-
-
-@dataclass(slots=True)
-class _Seat:
-    """What the device keeps of a sequence: its history for penalties, and the room promised.
-
-    memory: its ids and biases as the kernel reads them. num_published: page sets
-    that others may share, and digest: the name of the last of them. shares: whether it takes part.
-    """
-
-    sampling: Sampling
-    logprobs: bool
-    top_logprobs: int
-    memory: SeatMemory
-    max_tokens: int
-    promised_tokens: int
-    shares: bool
-    num_published: int
-    digest: bytes
-    stop_ids: frozenset[int]
-
-    def num_top(self, span: Span) -> int:
-        """Likeliest tokens to name at each output of a span."""
-        has_logprobs = self.logprobs or span.outputs is SpanOutputs.ALL
-        return self.top_logprobs if has_logprobs else 0
-
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     """Steps that the compute thread does one after the other while messages are handled.
 
-    steps: where each of them is answered. goes_on: another one may follow.
+    steps: where each of them is answered. step_id, spans: of the one that lands next. goes_on:
+    another one may follow.
     """
 
     steps: Parts[StepDone]
+    step_id: int
+    spans: tuple[Span, ...]
     goes_on: bool = True
     landing: Future[None] | None = None
 
@@ -174,7 +150,7 @@ class Device(Actor):
         self._attached: dict[memory.Handle, int] = {}
         self._ownership = Ownership()
         self._streamed: frozenset[int] = frozenset()
-        self._seats: dict[int, _Seat] = {}
+        self._seats: dict[int, Seat] = {}
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
         self._flight: _Flight | None = None
         self._problem = ""
@@ -310,7 +286,7 @@ class Device(Actor):
                 raise
             return Refused(error.needed_bytes, error.budget_bytes)
         num_published = num_cached // self._pages.page_tokens
-        seat = self._seats[message.sequence] = _Seat(
+        seat = self._seats[message.sequence] = Seat(
             message.sampling,
             message.logprobs,
             message.top_logprobs,
@@ -401,7 +377,8 @@ class Device(Actor):
             self._publish(span)
         if not message.has_head:
             return StepDone(message.step_id, (), (), self._hand_hidden(message))
-        results, logits = self._results(message.spans), []
+        outcome = Outcome(self._runner.records, self._runner.tops)
+        results, logits = self._results(message.spans, outcome), []
         row = 0
         for span in message.spans:
             if span.sequence in message.logits and span.num_outputs:
@@ -491,14 +468,11 @@ class Device(Actor):
             token, output = stop, output + num
         step.set_counts(token, output)
 
-    def _describe_sampling(self, span: Span, seat: _Seat, output: int) -> None:
+    def _describe_sampling(self, span: Span, seat: Seat, output: int) -> None:
         sampling = seat.sampling
         targets = [*span.tokens[1:], span.target][-span.num_outputs :]
         for index, target in enumerate(targets if span.num_outputs else ()):
             position = span.stop - span.num_outputs + index
-            window = position + 1
-            if sampling.repeat_last_n >= 0:
-                window = min(sampling.repeat_last_n, window)
             settings = Settings(
                 seed=sampling.seed,
                 position=position + 1,
@@ -513,8 +487,7 @@ class Device(Actor):
                 want_logprob=seat.logprobs,
             )
             record = settings.pack(
-                seat.memory.history_at(position + 1 - window),
-                window,
+                *seat.history(position),
                 bias=seat.memory.biases,
                 num_bias=len(sampling.logit_bias),
                 top=self._runner.top_at(output + index),
@@ -566,50 +539,40 @@ class Device(Actor):
 
     def _take_off(self, first: Step, steps: Parts[StepDone]) -> None:
         """Begin a flight with a step that was described, under the standing lease."""
-        flight = self._flight = _Flight(steps)
+        flight = self._flight = _Flight(steps, first.step_id, first.spans)
+        seats = [self._seats[span.sequence] for span in first.spans]
+        num_left = min(map(self._num_left, first.spans))
+        decode = Decode(self._runner, first.spans, seats, num_left, self._describe)
         loop = asyncio.get_running_loop()
-        flight.landing = self._compute.submit(self._fly, flight, first.spans, first.step_id, loop)
+        flight.landing = self._compute.submit(self._fly, flight, decode, loop)
 
-    def _fly(
-        self,
-        flight: _Flight,
-        spans: tuple[Span, ...],
-        step_id: int,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def _num_left(self, span: Span) -> int:
+        """Steps that may follow one by themselves: until its sequence is full, or needs a page."""
+        if not span.sample:
+            return 0
+        seat = self._seats[span.sequence]
+        room = self._pages.num_taken(span.sequence) * self._pages.page_tokens
+        return max(min(seat.max_tokens - 1, room) - span.stop, 0)
+
+    def _fly(self, flight: _Flight, decode: Decode, loop: asyncio.AbstractEventLoop) -> None:
         """In the compute thread: step after step, until there is a reason to ask."""
         try:
-            while spans:
+            goes_on = True
+            while goes_on:
                 self._runner.run(0, self._head, embeds=True, begins=True, ends=True)
-                done = StepDone(step_id, self._results(spans), ())
-                following = self._following(spans, done.results) if flight.goes_on else ()
-                if following:
-                    self._describe(following)
-                loop.call_soon_threadsafe(self._land, flight, spans, done, not following)
-                spans, step_id = following, step_id + 1
+                outcome = decode.outcome()
+                goes_on = flight.goes_on and decode.advance(outcome)
+                loop.call_soon_threadsafe(self._land, flight, outcome, not goes_on)
         except Exception as error:
             loop.call_soon_threadsafe(self._crash, flight, error)
 
-    def _following(
-        self, spans: tuple[Span, ...], results: tuple[SpanResult, ...]
-    ) -> tuple[Span, ...]:
-        """The step after one; none if a sequence ends with it, or needs a page."""
-        for span, result in zip(spans, results, strict=True):
-            seat, stop = self._seats[span.sequence], span.stop + 1
-            room = self._pages.num_taken(span.sequence) * self._pages.page_tokens
-            if result.token is None or result.token in seat.stop_ids:
-                return ()
-            if stop >= seat.max_tokens or stop > room:
-                return ()
-        return following(spans, results)
-
-    def _land(
-        self, flight: _Flight, spans: tuple[Span, ...], done: StepDone, is_last: bool
-    ) -> None:
+    def _land(self, flight: _Flight, outcome: Outcome, is_last: bool) -> None:
         """One step of a flight is done."""
-        for span in spans:
+        for span in flight.spans:
             self._publish(span)
-        flight.steps.put(done)
+        results = self._results(flight.spans, outcome)
+        flight.steps.put(StepDone(flight.step_id, results, ()))
+        flight.step_id, flight.spans = flight.step_id + 1, following(flight.spans, results)
         if is_last:
             self._flight = None
             flight.steps.end()
@@ -808,22 +771,22 @@ class Device(Actor):
 
     # --- results -----------------------------------------------------------------------------
 
-    def _results(self, spans: tuple[Span, ...]) -> tuple[SpanResult, ...]:
+    def _results(self, spans: tuple[Span, ...], outcome: Outcome) -> tuple[SpanResult, ...]:
         results = []
         row = 0
         for span in spans:
-            results.append(self._result(span, row))
+            results.append(self._result(span, row, outcome))
             row += span.num_outputs
         return tuple(results)
 
-    def _result(self, span: Span, row: int) -> SpanResult:
+    def _result(self, span: Span, row: int, outcome: Outcome) -> SpanResult:
         if not span.num_outputs:
             return SpanResult(span.sequence, None, 0.0)
-        sampled = [self._sampled(row + i) for i in range(span.num_outputs)]
+        sampled = [_sampled(outcome, row + i) for i in range(span.num_outputs)]
         targets = [*span.tokens[1:], span.target][-span.num_outputs :]
         known = [s.target_logprob for s, t in zip(sampled, targets, strict=True) if t >= 0]
         num_top = self._seats[span.sequence].num_top(span)
-        tops = [self._top(row + i, num_top) for i in range(span.num_outputs)] if num_top else []
+        tops = [_top(outcome, row + i, num_top) for i in range(span.num_outputs)] if num_top else []
         wants_prompt = span.outputs is SpanOutputs.ALL
         return SpanResult(
             sequence=span.sequence,
@@ -834,17 +797,19 @@ class Device(Actor):
             prompt_top_logprobs=tuple(tops[: len(known)]) if wants_prompt else (),
         )
 
-    def _sampled(self, output: int) -> Sampled:
-        start = RECORD_BYTES * output
-        return Sampled.unpack(self._runner.records[start : start + RECORD_BYTES])
-
-    def _top(self, output: int, num_top: int) -> TopLogprobs:
-        start = TOP_BYTES * output
-        return unpack_top(self._runner.tops[start : start + PAIR_BYTES * num_top])
-
     def _rows(self, row: int, count: int) -> Logits:
         """A copy of logits rows that the receiver owns."""
         width = 4 * self._logits.width
         rows = mmap.mmap(-1, count * width)
         self._runner.read_logits(row, memoryview(rows))
         return Logits(rows, count, self._logits.width)
+
+
+def _sampled(outcome: Outcome, output: int) -> Sampled:
+    start = RECORD_BYTES * output
+    return Sampled.unpack(outcome.records[start : start + RECORD_BYTES])
+
+
+def _top(outcome: Outcome, output: int, num_top: int) -> TopLogprobs:
+    start = TOP_BYTES * output
+    return unpack_top(outcome.tops[start : start + PAIR_BYTES * num_top])

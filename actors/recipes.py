@@ -17,7 +17,8 @@ from time import perf_counter
 
 from actors.actor import Ref
 from actors.beside import beside
-from actors.device import TOP_BYTES, Device
+from actors.decode import TOP_BYTES
+from actors.device import Device
 from actors.messages import Locate, Located
 from actors.pager import Pager
 from actors.relocate import PARCEL_BYTES

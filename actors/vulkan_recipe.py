@@ -9,7 +9,8 @@ from time import perf_counter
 
 from actors.beside import beside
 from actors.copied_weights import CopiedWeights
-from actors.device import TOP_BYTES, Device
+from actors.decode import TOP_BYTES
+from actors.device import Device
 from actors.recipes import ModelOnDevice
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.devices.vulkan.device import Device as VulkanDevice

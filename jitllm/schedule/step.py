@@ -42,6 +42,10 @@ class Span:
             return 0
         return len(self.tokens) if self.outputs is SpanOutputs.ALL else 1
 
+    def next(self, token: int) -> Span:
+        """The span that goes on with the token that was drawn at the end of this one."""
+        return Span(self.sequence, self.stop, (token,), SpanOutputs.LAST, sample=True)
+
 
 @dataclass(frozen=True, slots=True)
 class SpanResult:
@@ -63,7 +67,7 @@ class SpanResult:
 def following(spans: Sequence[Span], results: Sequence[SpanResult]) -> tuple[Span, ...]:
     """The step after one that sampled for every span: the same with the tokens that came."""
     return tuple(
-        Span(span.sequence, span.stop, (result.token,), SpanOutputs.LAST, sample=True)
+        span.next(result.token)
         for span, result in zip(spans, results, strict=True)
         if result.token is not None
     )

@@ -59,6 +59,7 @@ WEIGHT_BITS = 40
 """A probability is a fixed-point number of this many fraction bits, relative to the largest one."""
 
 _SETTINGS = struct.Struct("<QQQIiffffffii")
+_MOVING = struct.Struct("<QQI")
 _RESULTS = struct.Struct("<iff")
 _LISTS = struct.Struct("<QQII")
 _PAIR = struct.Struct("<if")
@@ -125,6 +126,14 @@ class Settings:
         )
         lists = _LISTS.pack(bias, top, num_bias, num_top)
         return (settings.ljust(Field.BIAS, b"\0") + lists).ljust(RECORD_BYTES, b"\0")
+
+
+def move_on(
+    records: memoryview, output: int, position: int, history: int, num_history: int
+) -> None:
+    """Have a record that was packed for one token stand for another one of the same sequence."""
+    start = RECORD_BYTES * output + Field.POSITION
+    _MOVING.pack_into(records, start, position, history, num_history)
 
 
 @dataclass(frozen=True, slots=True)
