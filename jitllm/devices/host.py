@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import importlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from jitllm.devices.memory import Memory, Span
 from jitllm.devices.order import ordered
 from jitllm.jit.cpu import Compiler, Progress
 from jitllm.jit.team import Team
-from jitllm.kernels.op import PANEL_TOKENS, Buffer, Const, Ctx, Launch, Op, Rows, Weight
+from jitllm.kernels.op import ALL_KEYS, PANEL_TOKENS, Buffer, Const, Ctx, Launch, Op, Rows, Weight
 from jitllm.kernels.team import RECORD_BYTES, table
 
 _ALIGN = 64
@@ -38,6 +39,15 @@ class Section:
 
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One launch of a block's attention: the keys [from, to) of each row of the step, as
+    `kernels.attention` says."""
+
+    block: int
+    ranges: tuple[tuple[int, int], ...]
 
 
 class HostProgram:
@@ -84,6 +94,12 @@ class HostProgram:
             start = len(launches)
             launches += self._launches(ops)
             self._sections.append(Section(start, len(launches)))
+        self._attention = {
+            block: n
+            for block, section in enumerate(self._sections[_FIRST_BLOCK:-1])
+            for n in range(section.start, section.stop)
+            if launches[n].kernel.op == "attention"
+        }
         addresses = compiler.build((launch.kernel for launch in launches), progress)
         self._table = array("Q", table(launches, addresses))
         self._table_address = self._table.buffer_info()[0]
@@ -136,26 +152,56 @@ class HostProgram:
 
     # --- running -----------------------------------------------------------------------------
 
-    def run(self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool) -> None:
+    def run(
+        self,
+        start: int,
+        stop: int,
+        *,
+        embeds: bool,
+        begins: bool,
+        ends: bool,
+        passes: Iterable[Pass] = (),
+    ) -> None:
         """Compute blocks [start, stop) of this device's stack for the step in `self.step`.
 
         embeds: make the hidden states of the step's tokens first. begins: nothing of the step ran
-        here before. ends: go on to the head. One native call, or two when the run begins with a
-        later block; the GIL is released. Everything the launches touch must be resident.
+        here before. ends: go on to the head. passes: of blocks whose attention is not one launch,
+        block by block, all of them in order; each is asked for when the one before it has run. One
+        native call without passes, or two when the run begins with a later block; the GIL is
+        released. Everything the launches touch must be resident.
         """
         first = _FIRST_BLOCK + start
         if begins and stop > start:
             opening = 0 if embeds else _TABLES
             if start:
-                self._run(opening, _FIRST_BLOCK)
+                self._run_sections(opening, _FIRST_BLOCK)
             else:
                 first = opening
-        self._run(first, len(self._sections) if ends else _FIRST_BLOCK + stop)
-
-    def _run(self, first: int, last: int) -> None:
-        """Sections [first, last)."""
+        last = len(self._sections) if ends else _FIRST_BLOCK + stop
         if first < last:
             begin, end = self._sections[first].start, self._sections[last - 1].stop
+            self._run(self._run_passes(begin, passes), end)
+
+    def _run_passes(self, begin: int, passes: Iterable[Pass]) -> int:
+        """Launches from `begin` on, as far as passes go; the launch after them."""
+        try:
+            for one in passes:
+                attention = self._attention[one.block]
+                if begin <= attention:  # the first one of its block
+                    self.step.take_all_keys()
+                    self._run(begin, attention)
+                self.step.take_keys(one.ranges)
+                self._run(attention, begin := attention + 1)
+        finally:
+            self.step.take_all_keys()
+        return begin
+
+    def _run_sections(self, first: int, last: int) -> None:
+        self._run(self._sections[first].start, self._sections[last - 1].stop)
+
+    def _run(self, begin: int, end: int) -> None:
+        """Launches [begin, end)."""
+        if begin < end:
             launches = self._table_address + RECORD_BYTES * begin
             self._team.run(launches, end - begin, self.step.address)
 
@@ -179,12 +225,15 @@ class StepMemory:
         self.row_of = array("i", bytes(4 * limits.tokens))
         self.outputs = array("i", bytes(4 * limits.outputs))
         self.tables = array("Q", bytes(8 * limits.rows))
+        self._all_keys = array("q", ALL_KEYS * limits.rows)
+        self._ranges = self._all_keys[:]
         for word, values in (
             (Ctx.TOKENS, self.tokens),
             (Ctx.POSITIONS, self.positions),
             (Ctx.ROW_OF, self.row_of),
             (Ctx.OUTPUTS, self.outputs),
             (Ctx.TABLES, self.tables),
+            (Ctx.RANGES, self._ranges),
         ):
             self._ctx[word] = values.buffer_info()[0]
         self._ctx[Ctx.ONE] = 1
@@ -197,6 +246,15 @@ class StepMemory:
     def set(self, word: Ctx, value: int) -> None:
         """Set a context word."""
         self._ctx[word] = value
+
+    def take_keys(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Attention takes these keys of the first rows from now on."""
+        keys = array("q", chain.from_iterable(ranges))
+        self._ranges[: len(keys)] = keys
+
+    def take_all_keys(self) -> None:
+        """Attention takes all keys from now on."""
+        self._ranges[:] = self._all_keys
 
     def set_counts(self, num_tokens: int, num_outputs: int) -> None:
         """Set the counts that launches are multiplied by."""

@@ -8,10 +8,10 @@ Knows no sequence, no page set and no budget: whoever has those says what lies w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from jitllm.devices.host import Limits
+from jitllm.devices.host import Limits, Pass
 from jitllm.kernels.op import Ctx
 
 Tables = Callable[[int], "array[int]"]
@@ -95,11 +95,21 @@ class Runner(Protocol):
         """Memory for a sequence. Raises `OverBudget` where there is none."""
         ...
 
-    def run(self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool) -> None:
+    def run(
+        self,
+        start: int,
+        stop: int,
+        *,
+        embeds: bool,
+        begins: bool,
+        ends: bool,
+        passes: Iterable[Pass] = (),
+    ) -> None:
         """Compute blocks [start, stop) of the step; returns when that is done.
 
         embeds: make the hidden states of the step's tokens first. begins: nothing of the step ran
-        here before. ends: go on to the head, and have its results.
+        here before. ends: go on to the head, and have its results. passes: where some pages are
+        not there all the time; each is asked for when the one before it has run.
         """
         ...
 

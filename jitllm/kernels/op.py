@@ -105,6 +105,7 @@ class Ctx(IntEnum):
     tables: u64 [rows], address of the row's page table: u64 [pages][blocks of this device], each
     entry the address of a KV page.
     sampling: address of one sampling record per output (`kernels/sample`).
+    ranges: i64 [rows][2], the positions [from, to) whose keys attention takes in a launch.
     """
 
     ONE = 0
@@ -119,6 +120,7 @@ class Ctx(IntEnum):
     TABLES = 9
     SAMPLING = 10
     NUM_THREADS = 11
+    RANGES = 12
     WORDS = 16
 
 
@@ -142,6 +144,10 @@ class KernelSpec:
         """A readable C symbol: matmul__format_Q4_K__rows_8."""
         parts = [f"{k}_{v}".replace(".", "p").replace("-", "m") for k, v in self.params]
         return "__".join([self.op, *parts])
+
+
+ALL_KEYS = (0, 1 << 62)
+"""The range of a row whose attention is one launch."""
 
 
 MAX_ARGS = 12

@@ -24,6 +24,7 @@ from jitllm.jit.emit import Kernel
 from jitllm.jit.tiers import TIERS, Tier, missing
 from jitllm.kernels.layout import ACT_RECORD_BYTES, FORMATS
 from jitllm.kernels.op import (
+    ALL_KEYS,
     PANEL_TOKENS,
     Buffer,
     Const,
@@ -130,7 +131,8 @@ class Rig:
     arrays: value of every input buffer by name: f32 or i32 [rows, width], or uint8 [rows, stride]
     for Q8. weights: bytes by (role, block): packed matrices or f32 vectors; those of experts one
     after the other here, each in a place of its own in the rig.
-    pages: KV pages of the rig, if the op needs them: tables[row] = list of page indices.
+    pages: KV pages of the rig, if the op needs them: tables[row] = list of page indices. ranges:
+    keys that attention takes of each row; by default all.
     """
 
     num_tokens: int
@@ -149,6 +151,7 @@ class Rig:
     page_bytes: int = 0
     num_pages: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.memory: dict[str, Guarded] = {}
@@ -230,6 +233,9 @@ class Rig:
             heads = shared(np.array([r.ctypes.data for r in rows], np.int64))
             self.keep.append(heads)
             ctx[Ctx.TABLES] = heads.ctypes.data
+            ranges = self.ranges or [ALL_KEYS] * len(rows)
+            self.keep.append(shared(np.array(ranges, np.int64)))
+            ctx[Ctx.RANGES] = self.keep[-1].ctypes.data
         if self.sampling is not None:
             ctx[Ctx.SAMPLING] = self.sampling.address
         return ctx

@@ -6,7 +6,8 @@ page is not in its table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,9 @@ NUM_BLOCKS, BLOCK = 2, 1
 
 Token = tuple[int, int]
 """A sequence's row and a position."""
+
+KeyRange = tuple[int, int]
+"""Half-open positions of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,18 @@ class Histories:
         c = self.case
         return c.kv_heads, c.k_dim, c.v_dim, c.page_tokens, c.element
 
-    def step(self, tokens: Sequence[Token], tier: Tier, pieces: int = 1) -> None:
-        """Write and attend for some tokens in one step; each sequence's in order."""
+    def step(
+        self,
+        tokens: Sequence[Token],
+        tier: Tier,
+        pieces: int = 1,
+        launches: Sequence[Sequence[KeyRange]] = ((),),
+    ) -> None:
+        """Write and attend for some tokens in one step; each sequence's in order.
+
+        launches: of attention, each with the keys [from, to) that it takes of every sequence; no
+        others are there meanwhile. By default one takes all.
+        """
         case = self.case
 
         def gather(source: list[NDArray[Any]]) -> NDArray[Any]:
@@ -114,9 +128,25 @@ class Histories:
         dims = (case.kv_heads, case.k_dim, case.v_dim)
         rig.run(KvWrite(k, v, BLOCK, *dims), tier, pieces)
         attend = Attention(q, out, BLOCK, case.heads, *dims, case.scale, case.window, case.softcap)
-        rig.run(attend, tier, pieces)
+        for ranges in launches:
+            rig.ranges = list(ranges)
+            with self.only(ranges):
+                rig.run(attend, tier, pieces)
         for (row, p), values in zip(tokens, rig.value("out"), strict=True):
             self.out[row][p] = values.reshape(case.heads, case.v_dim)
+
+    @contextmanager
+    def only(self, ranges: Sequence[KeyRange]) -> Iterator[None]:
+        """Within it, pages without a key of the ranges are poisoned."""
+        size, hidden = self.case.page_tokens, {}
+        for table, (start, stop) in zip(self.tables, ranges, strict=bool(ranges)):
+            for index, page in enumerate(table[BLOCK::NUM_BLOCKS]):
+                if (index + 1) * size <= start or index * size >= stop:
+                    hidden[page] = self.pages[page].view.copy()
+                    self.pages[page].view[:] = 0xFF
+        yield
+        for page, content in hidden.items():
+            self.pages[page].view[:] = content
 
     def all_out(self) -> NDArray[np.float32]:
         """What was computed, f32 [all tokens, heads, v_dim]."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from jitllm.jit.tiers import PLAIN, Tier, available
+from jitllm.kernels.attention import CHUNK_KEYS
 from jitllm.kernels.attention.cpu import item_heads
+from jitllm.kernels.op import ALL_KEYS
 from tests.ops.harness import HERE
-from tests.ops.histories import Case, Histories, Token, computed
+from tests.ops.histories import Case, Histories, KeyRange, Token, computed
 
 FASTEST = available()[-1]
 
@@ -103,6 +106,32 @@ def test_page_size_changes_nothing(case: Case, tier: Tier) -> None:
     for page_tokens in (1, 4, 16, 256):
         other = computed(case.with_pages(page_tokens), tier).all_out()
         assert np.array_equal(other, whole), page_tokens
+
+
+def in_ranges(case: Case, rng: np.random.Generator) -> list[list[KeyRange]]:
+    """Launches that take the keys of each sequence in order, in pieces of their own; some take none
+    of a sequence."""
+    num_launches = 6
+    cuts = []
+    for length in case.lengths:
+        chunks = rng.integers(0, length // CHUNK_KEYS + 2, num_launches - 1)
+        ends = [0, *sorted(int(chunk) * CHUNK_KEYS for chunk in chunks), ALL_KEYS[1]]
+        cuts.append(list(pairwise(ends)))
+    return [list(ranges) for ranges in zip(*cuts, strict=True)]
+
+
+@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("case", [*CASES, *SPLIT], ids=str)
+def test_launches_over_parts_of_the_keys_change_nothing(case: Case, tier: Tier) -> None:
+    """One launch for all keys, or one after the other for ranges of them, with no other page there:
+    the same bits."""
+    whole = computed(case, tier).all_out()
+    rng = np.random.default_rng(len(str(case)))
+    for schedule in (in_sevens, shuffled):
+        histories = Histories(case)
+        for tokens in schedule(case):
+            histories.step(tokens, tier, launches=in_ranges(case, rng))
+        assert np.array_equal(histories.all_out().view(np.int32), whole.view(np.int32))
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 7])

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 
+from jitllm.devices.host import Pass
 from jitllm.devices.memory import POISON, POISON_VARIABLE
 from jitllm.devices.runner import Tables
 from jitllm.devices.vulkan.api import VulkanError
@@ -166,8 +167,18 @@ class VulkanRunner:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def run(self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool) -> None:
-        """See `Runner`."""
+    def run(
+        self,
+        start: int,
+        stop: int,
+        *,
+        embeds: bool,
+        begins: bool,
+        ends: bool,
+        passes: Iterable[Pass] = (),
+    ) -> None:
+        """See `Runner`. There are no passes: all pages are in the device's memory."""
+        assert not tuple(passes)
         step, program = self.step, self._program
         if begins:
             self._staging.upload([*self._mirrors.changes(), step.change])

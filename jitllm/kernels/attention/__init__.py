@@ -26,6 +26,13 @@ class Attention:
     c = exp(m - m'), w = exp(s - m') (0 for keys out of sight); l = fma(l, c, sum of the chunk's w:
     four 16-lane vectors added in order, then `hsum`); o = o * c, then o = fma(w[key], v[key], o)
     key by key. At the end o / l. A chunk out of sight changes nothing, so it may be skipped.
+
+    A launch takes the keys of each row's range [from, to) (`Ctx.RANGES`): from a multiple of
+    CHUNK_KEYS, to another one, or beyond the last key. A token whose first visible key is not
+    before the range begins with nothing; one whose last key is in it ends. Between two launches
+    `dst` has o, and `carry` m and l. So launches whose ranges follow each other give the bits of a
+    single one, and each touches no page outside of its range. An empty range leaves the tokens of
+    its row as they are.
     """
 
     q: Buffer
@@ -40,14 +47,19 @@ class Attention:
     softcap: float = 0.0
 
     @property
+    def carry(self) -> Buffer:
+        """f32 [tokens, heads, 2]: m and l of each head, between launches."""
+        return Buffer(f"{self.dst.name}.carry", 2 * self.heads)
+
+    @property
     def reads(self) -> tuple[Buffer, ...]:
         """Queries and KV pages."""
         return (self.q, PAGES)
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
-        """Attended values."""
-        return (self.dst,)
+        """Attended values, and what is carried from launch to launch."""
+        return (self.dst, self.carry)
 
     @property
     def weights(self) -> tuple[Weight, ...]:

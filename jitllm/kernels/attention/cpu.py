@@ -6,9 +6,9 @@ way it is a list of *rows* (a token and a head) that share every load of keys an
 arithmetic depends on nothing but its own query and its own visible keys.
 
 What a row carries from chunk to chunk lies in small arrays on the stack, a few kilobytes that stay
-in the first cache. Register tiles of `side` rows by `side` vectors keep loads well below the fmas,
-so that there is room to fetch the next chunk while one is computed: a single token waits for memory
-otherwise.
+in the first cache; it comes from memory, and goes back there, where a launch takes a part of the
+keys. Register tiles of `side` rows by `side` vectors keep loads well below the fmas, so that there
+is room to fetch the next chunk while one is computed: a single token waits for memory otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def item_heads(heads: int, kv_heads: int) -> int:
 
 def launches(op: Attention, env: Env) -> list[Launch]:
     """One launch. Arguments: q, dst, byte offset of the block's column, bytes of a table row,
-    window."""
+    window, carry."""
     taken = item_heads(op.heads, op.kv_heads)
     spec = KernelSpec.of(
         "attention",
@@ -61,6 +61,7 @@ def launches(op: Attention, env: Env) -> list[Launch]:
         windowed=op.window > 0,
         q_stride=op.q.stride_bytes,
         dst_stride=op.dst.stride_bytes,
+        carry_stride=op.carry.stride_bytes,
     )
     args = (
         env.buffer(op.q),
@@ -68,6 +69,7 @@ def launches(op: Attention, env: Env) -> list[Launch]:
         8 * env.block_slot(op.block),
         8 * env.num_blocks,
         op.window,
+        env.buffer(op.carry),
     )
     return [Launch(spec, Count.TOKENS, op.heads // taken, args)]
 
@@ -88,6 +90,7 @@ class Shape:
     windowed: bool
     q_stride: int
     dst_stride: int
+    carry_stride: int
 
     @property
     def element(self) -> Any:
@@ -159,9 +162,9 @@ class _Body:
         self.side = 4 if k.tier.vector_registers >= 32 else 2
         rows = shape.max_rows
         self.value_bytes = -(-shape.v_dim // LANES) * LANES * 4
-        self.queries, self.outputs = k.stack(i64, rows), k.stack(i64, rows)
-        # Visible keys of a row: [start, stop).
-        self.starts, self.stops = k.stack(i64, rows), k.stack(i64, rows)
+        self.queries, self.outputs, self.carries = (k.stack(i64, rows) for _ in range(3))
+        # Keys of a row that it sees in this launch: [start, stop); and whether it ends with them.
+        self.starts, self.stops, self.ends = (k.stack(i64, rows) for _ in range(3))
         self.maxima, self.sums, self.decays = (k.stack(f32, rows) for _ in range(3))
         self.scores = k.stack(f32, rows * CHUNK_KEYS)
         self.values = k.stack(f32, rows * self.value_bytes // 4)
@@ -170,11 +173,26 @@ class _Body:
             self.gathered_values = k.stack(shape.element, CHUNK_KEYS * shape.v_dim)
 
     def item(self, token: Value, num_tokens: Value, group: Value) -> None:
-        """Attend for `num_tokens` tokens and one group of heads."""
-        k, shape = self.k, self.shape
-        start, stop = self.begin(token, num_tokens, group)
+        """Attend for `num_tokens` tokens of one sequence and one group of heads."""
+        k = self.k
         row_of = k.load(k.ctx(Ctx.ROW_OF) + token * 4, i32).zext(i64)
-        table = k.load(k.ctx(Ctx.TABLES) + row_of * 8, i64) + k.arg(2)
+        at = k.ctx(Ctx.RANGES) + row_of * 16
+        keys = k.load(at, i64), k.load(at + 8, i64)
+        with k.if_(keys[0] < keys[1]):
+            table = k.load(k.ctx(Ctx.TABLES) + row_of * 8, i64) + k.arg(2)
+            self.attend(token, num_tokens, group, table, keys)
+
+    def attend(
+        self,
+        token: Value,
+        num_tokens: Value,
+        group: Value,
+        table: Value,
+        keys: tuple[Value, Value],
+    ) -> None:
+        """An item whose launch has some of its sequence's keys."""
+        k, shape = self.k, self.shape
+        start, stop = self.begin(token, num_tokens, group, keys)
         kv_head = group.udiv(shape.heads // shape.kv_heads // shape.item_heads)
         rows = num_tokens * shape.item_heads
 
@@ -187,29 +205,48 @@ class _Body:
         with k.loop(0, rows) as row:
             self.finish(row)
 
-    def begin(self, token: Value, num_tokens: Value, group: Value) -> tuple[Value, Value]:
-        """Set up the rows; returns the keys that any of them sees."""
+    def begin(
+        self, token: Value, num_tokens: Value, group: Value, keys: tuple[Value, Value]
+    ) -> tuple[Value, Value]:
+        """Set up the rows; returns the keys that any of them sees in this launch."""
         k, shape = self.k, self.shape
         first, last = k.var(2**62, i64), k.var(0, i64)
         with k.loop(0, num_tokens) as t:
             position = k.load(k.ctx(Ctx.POSITIONS) + (token + t) * 4, i32).zext(i64)
             stop = position + 1
             start = k.max(stop - k.arg(4), k.const(0)) if shape.windowed else k.const(0)
+            begins = start >= keys[0]
+            ends = (stop > keys[0]) & (stop <= keys[1])
+            start, stop = k.max(start, keys[0]), k.min(stop, keys[1])
             first.set(k.min(first.get(), start))
             last.set(k.max(last.get(), stop))
             query = k.arg(0) + (token + t) * shape.q_stride
             output = k.arg(1) + (token + t) * shape.dst_stride
+            carry = k.arg(5) + (token + t) * shape.carry_stride
             with k.loop(0, shape.item_heads) as h:
                 row, head = t * shape.item_heads + h, group * shape.item_heads + h
                 k.store(query + head * (shape.k_dim * 4), self.queries + row * 8)
                 k.store(output + head * (shape.v_dim * 4), self.outputs + row * 8)
+                k.store(carry + head * 8, self.carries + row * 8)
                 k.store(start, self.starts + row * 8)
                 k.store(stop, self.stops + row * 8)
-                k.store(k.const(MINUS_INFINITY, f32), self.maxima + row * 4)
-                k.store(k.const(0, f32), self.sums + row * 4)
-                with k.loop(0, self.value_bytes, LANES * 4) as at:
-                    k.store(k.const(0, f32v), self.values + row * self.value_bytes + at)
+                k.store(ends.zext(i64), self.ends + row * 8)
+                self.take_up(row, begins)
         return first.get(), last.get()
+
+    def take_up(self, row: Value, begins: Value) -> None:
+        """What a row has of the keys before this launch's: nothing where it `begins`."""
+        k, shape = self.k, self.shape
+        carry = k.load(self.carries + row * 8, i64)
+        output = k.load(self.outputs + row * 8, i64)
+        before = k.select(begins, k.const(MINUS_INFINITY, f32), k.load(carry, f32))
+        k.store(before, self.maxima + row * 4)
+        total = k.select(begins, k.const(0, f32), k.load(carry + 4, f32))
+        k.store(total, self.sums + row * 4)
+        for offset, lanes in spans(shape.v_dim):
+            kind = lanes_of(f32, lanes)
+            value = k.select(begins, k.const(0, kind), k.load(output + offset * 4, kind))
+            k.store(value, self.values + row * self.value_bytes + offset * 4)
 
     # --- keys and values of a chunk ----------------------------------------------------------
 
@@ -419,11 +456,16 @@ class _Body:
                 k.store(total.get(), at + offset * 4)
 
     def finish(self, row: Value) -> None:
-        """Divide by the sum of the weights and write the row."""
+        """Write the row, divided by the sum of the weights if it ends here, and what it carries."""
         k = self.k
         total = k.load(self.sums + row * 4, f32)
+        carry = k.load(self.carries + row * 8, i64)
+        k.store(k.load(self.maxima + row * 4, f32), carry)
+        k.store(total, carry + 4)
+        ends = k.load(self.ends + row * 8, i64).ne(0)
+        divisor = k.select(ends, total, k.const(1, f32))
         output = k.load(self.outputs + row * 8, i64)
         values = self.values + row * self.value_bytes
         for offset, lanes in spans(self.shape.v_dim):
             kind = lanes_of(f32, lanes)
-            k.store(k.load(values + offset * 4, kind) / total, output + offset * 4)
+            k.store(k.load(values + offset * 4, kind) / divisor, output + offset * 4)
