@@ -79,7 +79,7 @@ class Arranger:
         """Pins and streams of `target`, for everything that is where it says; what there is no
         room for."""
         now = self._route.placement
-        met = {i for i in range(now.num_blocks + 1) if _owner(now, i) == _owner(target, i)}
+        met = {i for i in range(now.num_blocks + 1) if now.owner(i) == target.owner(i)}
         pinned = (target.pinned & met) | (now.pinned - met)
         streamed = (target.streamed & met) | (now.streamed - met)
         marked, declines = now.marked(pinned, streamed), []
@@ -93,10 +93,6 @@ class Arranger:
         if (pinned, streamed) != (now.pinned, now.streamed):
             self._route.placement = marked
         return tuple(declines)
-
-
-def _owner(placement: Placement, index: int) -> str:
-    return placement.head if index == placement.num_blocks else placement.blocks[index]
 
 
 def _is_done(move: Move, placement: Placement) -> bool:

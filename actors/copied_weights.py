@@ -191,6 +191,10 @@ class CopiedWeights:
         """For keys and values, those that are there included."""
         return self._arena.room_bytes + self._pages.num_bytes
 
+    def room_bytes(self) -> int:
+        """See `Supply`; slots that are more than enough give way."""
+        return self._arena.room_bytes + self._weights.slots.spare_bytes
+
     async def bring(self, block: int, source: Frame | None, share: float) -> Brought:
         """See `Supply`."""
         async with self._turn:

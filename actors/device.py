@@ -153,6 +153,7 @@ class Device(Actor):
         self._seats: dict[int, Seat] = {}
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
         self._flight: _Flight | None = None
+        self._is_short = False  # since the last step that took pages
         self._problem = ""
 
     async def on_start(self) -> None:
@@ -276,14 +277,12 @@ class Device(Actor):
         wanted = prefix.reusable(message.tokens, self._pages.page_tokens)
         wanted = wanted[: message.max_cached // self._pages.page_tokens]
         try:
-            seat_memory = self._seat_memory(message)
-            with ExitStack() as undone:
-                undone.callback(seat_memory.close)
-                num_cached = self._pages.open(message.sequence, message.max_tokens, wanted)
-                undone.pop_all()
+            seat_memory, num_cached = self._take_seat(message, wanted)
         except OverBudget as error:
             if message.must_fit:
-                raise
+                what, num_tokens = "a seat", message.max_tokens
+                need = error.needed_bytes
+                raise self._refusal(message.sequence, num_tokens, what, need) from error
             return Refused(error.needed_bytes, error.budget_bytes)
         num_published = num_cached // self._pages.page_tokens
         seat = self._seats[message.sequence] = Seat(
@@ -305,6 +304,22 @@ class Device(Actor):
             await self._close(message.sequence)
             return Refused(need, need - reserved.over_budget_bytes)
         return Opened(message.sequence, num_cached)
+
+    def _take_seat(self, message: Open, wanted: tuple[bytes, ...]) -> tuple[SeatMemory, int]:
+        """Memory for what kernels read of a sequence; what is only kept goes for it. And how many
+        positions exist already."""
+        while True:
+            try:
+                seat_memory = self._seat_memory(message)
+                with ExitStack() as undone:
+                    undone.callback(seat_memory.close)
+                    num_cached = self._pages.open(message.sequence, message.max_tokens, wanted)
+                    undone.pop_all()
+                return seat_memory, num_cached
+            except OverBudget:
+                if not self._pages.idle_bytes:
+                    raise
+                self._pages.shrink(0)
 
     async def _close(self, sequence: int) -> None:
         """Free what a sequence holds; closing one twice does nothing."""
@@ -349,16 +364,33 @@ class Device(Actor):
             seat.promised_tokens = min(num_tokens + MIN_PROMISED_TOKENS, seat.max_tokens)
             await self._charge()
         if not pages.grow(sequence, num_tokens):
-            memory = self._supply.memory()
-            free_bytes = pages.num_free * pages.set_bytes
-            raise OutOfPages(
-                self._name,
-                sequence,
-                f"KV of {num_tokens} positions on {self._supply.place_name}",
-                (pages.num_sets(num_tokens) - pages.num_taken(sequence)) * pages.set_bytes,
-                free_bytes if memory is None else memory.budget_bytes - memory.used_bytes,
-                self._supply.remedy,
-            )
+            num_bytes = (pages.num_sets(num_tokens) - pages.num_taken(sequence)) * pages.set_bytes
+            raise self._refusal(sequence, num_tokens, "KV", num_bytes)
+
+    def _refusal(self, sequence: int, num_tokens: int, what: str, needed_bytes: int) -> OutOfPages:
+        """That a sequence cannot have something here that so many positions need."""
+        memory, supply = self._supply.memory(), self._supply
+        free_bytes = self._pages.num_free * self._pages.set_bytes
+        return OutOfPages(
+            self._name,
+            sequence,
+            num_tokens,
+            f"{what} of {num_tokens} positions on {supply.place_name}",
+            needed_bytes,
+            free_bytes if memory is None else memory.budget_bytes - memory.used_bytes,
+            supply.remedy,
+        )
+
+    def _lacks_pages(self) -> bool:
+        """Whether there is no memory for one more page of every sequence that may need it."""
+        pages, room_bytes = self._pages, self._supply.room_bytes()
+        if room_bytes is None:
+            return False
+        num_sets = sum(
+            pages.num_taken(sequence) < pages.num_sets(seat.max_tokens)
+            for sequence, seat in self._seats.items()
+        )
+        return num_sets * pages.set_bytes > room_bytes + pages.idle_bytes
 
     def _publish(self, span: Span) -> None:
         """What a span filled may be shared from now on: nobody writes to a full page again."""
@@ -376,7 +408,8 @@ class Device(Actor):
         for span in message.spans:
             self._publish(span)
         if not message.has_head:
-            return StepDone(message.step_id, (), (), self._hand_hidden(message))
+            hidden = self._hand_hidden(message)
+            return StepDone(message.step_id, (), (), hidden, is_short=self._is_short)
         outcome = Outcome(self._runner.records, self._runner.tops)
         results, logits = self._results(message.spans, outcome), []
         row = 0
@@ -384,7 +417,7 @@ class Device(Actor):
             if span.sequence in message.logits and span.num_outputs:
                 logits.append((span.sequence, self._rows(row, span.num_outputs)))
             row += span.num_outputs
-        return StepDone(message.step_id, results, tuple(logits))
+        return StepDone(message.step_id, results, tuple(logits), is_short=self._is_short)
 
     async def _begin(self, message: Step) -> None:
         """Have pages for a leg, and everything written down that its kernels read."""
@@ -392,6 +425,7 @@ class Device(Actor):
         self._check(message)
         for span in message.spans:
             await self._grow(span.sequence, span.stop)
+        self._is_short = self._lacks_pages()
         self._describe(message.spans)
         if message.hidden is not None:
             self._take_hidden(message.hidden)
@@ -571,7 +605,7 @@ class Device(Actor):
         for span in flight.spans:
             self._publish(span)
         results = self._results(flight.spans, outcome)
-        flight.steps.put(StepDone(flight.step_id, results, ()))
+        flight.steps.put(StepDone(flight.step_id, results, (), is_short=self._is_short))
         flight.step_id, flight.spans = flight.step_id + 1, following(flight.spans, results)
         if is_last:
             self._flight = None

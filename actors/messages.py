@@ -28,6 +28,7 @@ from jitllm.engine import (
 from jitllm.memory.host import HostReport
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.placement_map import PlacementMap
+from jitllm.schedule.seam_trial import SeamTrial
 from jitllm.schedule.step import Span, SpanResult
 
 # ------------------------------------------------------------------------------------------ pager
@@ -295,13 +296,15 @@ Carried = Slice | bytes
 class StepDone:
     """A step's results in the order of its spans; logits by sequence, where asked for.
 
-    hidden: after a leg that is not the last one, what the next one begins with.
+    hidden: after a leg that is not the last one, what the next one begins with. is_short: there is
+    no memory for one more page of every sequence.
     """
 
     step_id: int
     results: tuple[SpanResult, ...]
     logits: tuple[tuple[int, Logits], ...]
     hidden: Carried | None = None
+    is_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -637,6 +640,11 @@ class SchedulerStats:
     """After the last of them, until devices were ready again."""
     lost: tuple[str, ...]
     """Devices that did not come back."""
+    sent_home: int = 0
+    """Blocks that went home, to the host, because keys and values needed their room."""
+    brought_back: int = 0
+    """Of those, how many came back."""
+    seam_trials: tuple[SeamTrial, ...] = ()
     is_draining: bool = False
     """Whether requests are refused."""
     parked: int = 0

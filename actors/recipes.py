@@ -77,7 +77,8 @@ class PagerRecipe:
 class SchedulerRecipe:
     """A scheduler of one model. sites: its devices by name. host_bytes: what it may take on each
     host. block_bytes, kv_bytes: as a `Mover` wants them. declines: what was asked for of the
-    placement in vain. fairness: level of time slices. park_folder: where parked sequences go."""
+    placement in vain. fairness: level of time slices. park_folder: where parked sequences go.
+    relocates, grows_to, tunes: see `Scheduler`. gpus_fall_back: see `Route`."""
 
     sites: Mapping[str, Site]
     placement: Placement
@@ -94,11 +95,20 @@ class SchedulerRecipe:
     declines: tuple[Decline, ...] = ()
     fairness: int = 0
     park_folder: Path | None = None
+    relocates: bool = False
+    grows_to: Placement | None = None
+    tunes: bool = False
+    gpus_fall_back: bool = True
 
     async def make(self) -> Scheduler:
         """See `Recipe`."""
         return Scheduler(
-            Route(self.sites, self.placement, self.host_bytes),
+            Route(
+                self.sites,
+                self.placement,
+                self.host_bytes,
+                gpus_fall_back=self.gpus_fall_back,
+            ),
             self.budget,
             context_tokens=self.context_tokens,
             vocab=self.vocab,
@@ -111,6 +121,9 @@ class SchedulerRecipe:
             declines=self.declines,
             fairness=self.fairness,
             park_folder=self.park_folder,
+            relocates=self.relocates,
+            grows_to=self.grows_to,
+            tunes=self.tunes,
         )
 
 

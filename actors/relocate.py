@@ -64,6 +64,10 @@ MAX_ROUNDS = 64
 _log = logger(__name__)
 
 
+class MoveLost(PlacementError):
+    """A device was lost while blocks moved, and none has; the same move may do another time."""
+
+
 class Replies(Protocol):
     """What a mover needs of the scheduler."""
 
@@ -97,7 +101,8 @@ class Replies(Protocol):
 
 @dataclass(slots=True)
 class _Move:
-    """One move under way. blocks: by the device that they leave; the head is among them."""
+    """One move under way. blocks: by the device that they leave; the head is among them. share: of
+    the time, that copying may take from replies."""
 
     to: str
     blocks: dict[str, tuple[int, ...]]
@@ -106,6 +111,7 @@ class _Move:
     marks: Watermarks
     began_s: float
     num_sampled: int
+    share: float
     num_parcels: int = 0
     bytes_before: int = 0
     bytes_paused: int = 0
@@ -160,8 +166,8 @@ class Mover:
     ) -> Moved:
         """Move `blocks`, and the head if asked, to a device; answered when it owns them.
 
-        is_live: copy while replies go on; otherwise they stand still all the time, which exists to
-        be compared with. Raises `PlacementError`, and nothing has changed.
+        is_live: copy while replies go on; otherwise they stand still all the time. Raises
+        `PlacementError`, and nothing has changed.
         """
         move = PlannedMove(tuple(sorted(set(blocks))), head, attached(to, self._route.sites))
         self._route.placement.moved(move.blocks, move.to, head=head)  # or why not, at once
@@ -169,7 +175,7 @@ class Mover:
             return await self.carry_out(move, is_live=is_live)
 
     @asynccontextmanager
-    async def turn(self, moves: Iterable[PlannedMove]) -> AsyncIterator[None]:
+    async def turn(self, moves: Iterable[PlannedMove] = ()) -> AsyncIterator[None]:
         """Nothing else moves within it, and nobody may ask for what `moves` names until its end.
 
         Raises `PlacementError` when somebody has asked for a part of it before.
@@ -194,8 +200,10 @@ class Mover:
         is_live: bool = True,
         pins_hold: bool = True,
         streamed: frozenset[int] = frozenset(),
+        share: float | None = None,
     ) -> Moved:
-        """A move whose turn it is; see `move`. streamed: blocks that pass through there."""
+        """A move whose turn it is; see `move`. streamed: blocks that pass through there. share: of
+        the time, that copying may take from replies; by default as much as any move."""
         base, to = self._route.placement, attached(asked.to, self._route.sites)
         target = base.moved(
             asked.blocks, to, head=asked.head, pins_hold=pins_hold, streamed=streamed
@@ -206,7 +214,8 @@ class Mover:
         )
         marks = self._marks = Watermarks(position_bytes, PARCEL_BYTES)
         began_s, sampled = perf_counter(), self._replies.num_sampled
-        move = _Move(to, leaving, base, target, marks, began_s, sampled)
+        share = self._share if share is None else share
+        move = _Move(to, leaving, base, target, marks, began_s, sampled, share)
         num_losses = self._replies.num_losses
         try:
             if is_live:
@@ -255,14 +264,14 @@ class Mover:
 
     async def _fill(self, move: _Move) -> None:
         await self._make_room(move)
-        await self._bring(move)
+        await self._bring(move, move.share if self._replies.running() else 1.0)
         while move.rounds < MAX_ROUNDS and self._lags(move):
             move.rounds += 1
             computed = self._computed()
             while pieces := move.marks.next(self._still(computed)):
                 began_s = perf_counter()
                 busy_s = await self._carry(move, pieces)
-                await self._rest(busy_s, perf_counter() - began_s)
+                await self._rest(busy_s / move.share - (perf_counter() - began_s))
 
     async def _make_room(self, move: _Move) -> None:
         device = self._device(move, move.to)
@@ -307,15 +316,14 @@ class Mover:
         missing = await device.ask(Missing(sequence.id))
         move.marks.begin(sequence.id, min(missing, sequence.num_computed))
 
-    async def _bring(self, move: _Move) -> None:
-        """Weights, from wherever it is cheaper."""
+    async def _bring(self, move: _Move, share: float) -> None:
+        """Weights, from wherever it is cheaper; share: of the time that may be spent on them."""
         for name, blocks in move.blocks.items():
             for block in blocks:
                 self._check(move)
                 source, to = self._route.sites[name], self._route.sites[move.to]
                 lent = await self._lend(source, to, block)
                 try:
-                    share = self._share if self._replies.running() else 1.0
                     frame = None if lent is None else lent.frame
                     brought: Brought = await to.device.ask(Bring(block, frame, share))
                 finally:
@@ -373,10 +381,10 @@ class Mover:
             move.marks.arrived(piece)
         return busy_s
 
-    async def _rest(self, busy_s: float, took_s: float) -> None:
+    async def _rest(self, seconds: float) -> None:
         """Leave replies their share of the time."""
         if self._replies.running():
-            await asyncio.sleep(max(busy_s / self._share - took_s, 0.0))
+            await asyncio.sleep(max(seconds, 0.0))
 
     # --- hand over ---------------------------------------------------------------------------
 
@@ -388,7 +396,7 @@ class Mover:
                 with _losses_refused():
                     if not is_live:
                         await self._make_room(move)
-                        await self._bring(move)
+                        await self._bring(move, 1.0)
                     self._check(move)
                     before = move.bytes_before
                     while pieces := move.marks.next(self._computed()):
@@ -444,7 +452,7 @@ class Mover:
     def _check(self, move: _Move) -> None:
         """Raise `PlacementError` when a loss has ended a move."""
         if self._route.placement.epoch != move.base.epoch:
-            raise PlacementError("a device was lost meanwhile", "move again")
+            raise MoveLost("a device was lost meanwhile", "move again")
 
     def _device(self, move: _Move, name: str) -> Ref:
         """A device that a move is about."""
@@ -474,7 +482,7 @@ def _losses_refused() -> Iterator[None]:
     try:
         yield
     except (Stopped, Stale) as error:  # stale: it began again, and knows of no move
-        raise PlacementError(f"{error.problem}; no block has moved", "move again") from error
+        raise MoveLost(f"{error.problem}; no block has moved", "move again") from error
 
 
 def _leaving(base: Placement, target: Placement) -> dict[str, tuple[int, ...]]:

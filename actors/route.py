@@ -58,10 +58,19 @@ class Route:
     """Where the blocks of a model are computed. `guests`: devices that blocks are about to go to.
 
     Sequences are opened at every device that has a part of the model, and at guests, so that what
-    is admitted while blocks move is expected at both ends.
+    is admitted while blocks move is expected at both ends. gpus_fall_back: others get the blocks of
+    a device with memory of its own that does not come back.
     """
 
-    def __init__(self, sites: Mapping[str, Site], placement: Placement, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        sites: Mapping[str, Site],
+        placement: Placement,
+        budget_bytes: int,
+        *,
+        gpus_fall_back: bool = True,
+    ) -> None:
+        self._gpus_fall_back = gpus_fall_back
         self.sites = dict(sites)
         self._budget_bytes = budget_bytes
         self._placement = placement
@@ -70,6 +79,8 @@ class Route:
         self.guests: tuple[str, ...] = ()
         self.lost: tuple[str, ...] = ()
         """Devices that did not come back after a loss."""
+        self.short: tuple[str, ...] = ()
+        """Devices that had no memory, in the last step, for another page of every sequence."""
 
     @property
     def placement(self) -> Placement:
@@ -92,6 +103,12 @@ class Route:
             if actor in (site.device.name, site.pager.name):
                 return name
         raise KeyError(actor)
+
+    def host_of(self, name: str) -> str | None:
+        """The host of a device: one that pages, of its node if there is any."""
+        hosts = [host for host, site in self.sites.items() if not site.has_memory]
+        near = (host for host in hosts if self.sites[host].node == self.sites[name].node)
+        return next(near, hosts[0] if hosts else None)
 
     def owned_by(self, name: str) -> tuple[int, ...]:
         """Blocks of a device; the number after the last one stands for the head."""
@@ -119,7 +136,7 @@ class Route:
         """Begin again after a loss: no sequence has a seat, and every block an owner that lives.
 
         Devices that will not come back leave their blocks to their neighbours. Raises `Stopped`
-        when there is none left.
+        when there is none left, or none that may have them.
         """
         self.guests = ()
         num_losses: Counter[str] = Counter()
@@ -142,6 +159,8 @@ class Route:
         some only where there is no other.
         """
         site = self.sites[dead]
+        if site.has_memory and not self._gpus_fall_back:
+            raise error
         self._give_up(dead, error)
         paging = [name for name, other in self.sites.items() if not other.has_memory]
         self.placement = self._placement.without(dead, paging or list(self.sites))
@@ -221,6 +240,7 @@ class Route:
         first = Step(step_id, spans, leg.start, leg.stop, leg.has_head)
         async with aclosing(self._device(leg.device).follow(Steps(first))) as steps:
             async for done in steps:
+                self.short = (leg.device,) * done.is_short
                 yield done
 
     async def step(
@@ -228,6 +248,7 @@ class Route:
     ) -> StepDone:
         """One forward pass, leg by leg."""
         hidden: Carried | None = None
+        short: list[str] = []
         for index, leg in enumerate(self._legs):
             is_last = index + 1 == len(self._legs)
             node = self.sites[leg.device].node
@@ -244,6 +265,8 @@ class Route:
                 )
             )
             hidden = done.hidden
+            short += [leg.device] * done.is_short
+        self.short = tuple(short)
         return done
 
     async def cut(self) -> None:

@@ -43,28 +43,28 @@ from actors.messages import (
 from actors.park import Parker
 from actors.parts import Parts
 from actors.relocate import Mover
+from actors.reply import Reply
 from actors.route import Route
+from actors.seam import Seam
 from jitllm.engine import (
     Delta,
     Finish,
-    Logits,
     Outputs,
     ParkedIn,
     Priority,
     Request,
     SequenceState,
     SessionState,
-    Usage,
 )
-from jitllm.errors import Draining, JitllmError, QueueFull, UnknownSession
+from jitllm.errors import Draining, JitllmError, OutOfPages, QueueFull, UnknownSession
 from jitllm.log import logger
 from jitllm.memory import prefix
 from jitllm.schedule import plan
 from jitllm.schedule.fair import Fairness
 from jitllm.schedule.pace import Pace
-from jitllm.schedule.placement import Decline
+from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.sequence import Sequence
-from jitllm.schedule.step import Span, SpanResult, following
+from jitllm.schedule.step import Span, following
 
 RETRY_STEPS = 32
 """After so many steps a request that there was no room for is tried again, whatever happened."""
@@ -73,35 +73,6 @@ MAX_LOSSES = 2
 """Deaths of a device that a request survives."""
 
 _log = logger(__name__)
-
-
-@dataclass(slots=True)
-class _Reply:
-    """A request under way, what its client gets of it, and its clock."""
-
-    request: Request
-    sequence: Sequence
-    deltas: Parts[Delta]
-    submitted_s: float
-    started_s: float | None = None
-    first_s: float | None = None
-    last_s: float | None = None
-    is_done: bool = False
-    losses: int = 0
-
-    def usage(self, now_s: float) -> Usage:
-        """What the reply cost so far."""
-        started = self.started_s or now_s
-        first = self.first_s or now_s
-        return Usage(
-            prompt_tokens=self.sequence.num_prompt,
-            cached_tokens=min(self.sequence.num_cached, self.sequence.num_prompt),
-            generated_tokens=self.sequence.num_generated,
-            queued_s=started - self.submitted_s,
-            prefill_s=first - started,
-            decode_s=(self.last_s or first) - first,
-            ttft_s=first - self.submitted_s,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +97,10 @@ class Scheduler(Actor):
     nothing. max_queue: requests that may wait, -1 for any number. falls_back: requests survive the
     death of a device. move_share: largest part of the time that a move may take from replies.
     declines: what was asked for of the route's placement in vain. fairness: level of time slices, 0
-    for none. park_folder: where files of parked sequences go.
+    for none. park_folder: where files of parked sequences go. relocates: blocks of a device with
+    memory of its own go home for keys and values that it has no room for. grows_to: a placement to
+    which blocks go one by one, once there are replies. tunes: fewer blocks are tried on such a
+    device.
     """
 
     def __init__(
@@ -145,10 +119,22 @@ class Scheduler(Actor):
         declines: Iterable[Decline] = (),
         fairness: int = 0,
         park_folder: Path | None = None,
+        relocates: bool = False,
+        grows_to: Placement | None = None,
+        tunes: bool = False,
     ) -> None:
         self._route = route
         self._mover = Mover(route, self, block_bytes, kv_bytes, move_share)
         self._arranger = Arranger(route, self._mover, declines)
+        self._seam = Seam(
+            route,
+            self._mover,
+            self,
+            lambda work, name: self.context.begin(work, name),
+            relocates=relocates,
+            grows_to=grows_to,
+            tunes=tunes,
+        )
         self._parker = Parker(route, kv_bytes, park_folder or Path(gettempdir()))
         self._fairness = Fairness(fairness)
         self._budget = budget
@@ -164,7 +150,7 @@ class Scheduler(Actor):
         self._vocab = vocab
         self._next_id = 0
         self._num_steps = 0
-        self._replies: dict[int, _Reply] = {}
+        self._replies: dict[int, Reply] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._held: list[Sequence] = []  # parked, until somebody wants them to go on
@@ -197,11 +183,13 @@ class Scheduler(Actor):
             case Submit():
                 return self._submit(message.request)
             case Move():
+                self._seam.forget()
                 move = self._mover.move(
                     message.blocks, message.to, head=message.head, is_live=message.is_live
                 )
                 return self.context.later(move, f"move to {message.to}")
             case Arrange():
+                self._seam.forget()
                 return self.context.later(self._arrange(message), "arrange blocks")
             case Park():
                 return self.context.later(self._park_all(message), f"park {message.name}")
@@ -231,6 +219,9 @@ class Scheduler(Actor):
             moves=self._mover.num_moves,
             moved_blocks=self._mover.num_moved,
             move_totals=self._mover.totals,
+            sent_home=self._seam.num_home,
+            brought_back=self._seam.num_back,
+            seam_trials=self._seam.trials,
             last_move=self._mover.last,
             losses=self.num_losses,
             recovery_s=self._recovery_s,
@@ -275,7 +266,7 @@ class Scheduler(Actor):
         is_held = bool(request.name) and request.name in map(self._name, self._held)
         self._next_id += 1
         deltas: Parts[Delta] = Parts(partial(self._cancel, sequence.id))
-        self._replies[sequence.id] = _Reply(request, sequence, deltas, sequence.queued_s)
+        self._replies[sequence.id] = Reply(request, sequence, deltas, sequence.queued_s)
         (self._held if is_held else self._waiting).append(sequence)
         self._interrupt()
         return deltas
@@ -286,7 +277,7 @@ class Scheduler(Actor):
             return ()
         return prefix.reusable(request.prompt, self._page_tokens)
 
-    def _push(self, reply: _Reply, delta: Delta) -> None:
+    def _push(self, reply: Reply, delta: Delta) -> None:
         """Hand a delta to the client; one with a finish is the last."""
         reply.deltas.put(delta)
         reply.is_done = delta.finish is not None
@@ -318,7 +309,7 @@ class Scheduler(Actor):
         replies = [reply for reply in self._replies.values() if not reply.is_done]
         return Sessions(tuple(self._state(r) for r in replies if name in (None, r.request.name)))
 
-    def _state(self, reply: _Reply) -> SessionState:
+    def _state(self, reply: Reply) -> SessionState:
         sequence = reply.sequence
         parked = self._parker.get(sequence.id)
         queues = (
@@ -437,12 +428,22 @@ class Scheduler(Actor):
         self._wake.clear()
         async with self._stepping:
             await self._drop_cancelled()
-            await self._admit()
-            spans = self._plan()
+            short = await self._admit()
+            spans = self._plan() if short is None else ()
             if spans:
-                await self._step(spans)
-        if not spans and not self._cancelled:
+                short = await self._step(spans)
+        if short is not None:
+            await self._relieve(short)
+        elif not spans and not self._cancelled:
             await self._wake.wait()
+
+    async def _relieve(self, error: OutOfPages) -> None:
+        """Make room on a device that had none for a reply, or end that one."""
+        reply = self._replies[error.sequence]
+        if not await self._seam.make_room(error):
+            async with self._stepping:
+                if not reply.is_done:
+                    await self._end(reply, Finish.ERROR, self._seam.refusal(error))
 
     async def _drop_cancelled(self) -> None:
         for request_id in list(self._cancelled):
@@ -452,7 +453,9 @@ class Scheduler(Actor):
                 await self._end(reply, Finish.CANCELLED)
             self._replies.pop(request_id, None)
 
-    async def _admit(self) -> None:
+    async def _admit(self) -> OutOfPages | None:
+        """Give seats to whoever there is room for; what there is no memory for, though nothing
+        else runs."""
         await self._parker.charge()
         if self._num_steps % RETRY_STEPS == 0 or not self._running or self._victims():
             self._refused_tokens = None
@@ -468,7 +471,9 @@ class Scheduler(Actor):
                 opened = await self._seat(sequence)
             except Stopped as error:
                 await self._recover(error, sequence)
-                return
+                return None
+            except OutOfPages as error:
+                return error
             except JitllmError as error:
                 self._waiting.remove(sequence)
                 self._finish(self._replies[sequence.id], Finish.ERROR, error)
@@ -480,6 +485,7 @@ class Scheduler(Actor):
                 self._refused = _Refusal(sequence, opened)
             if not await self._make_way():
                 self._refused_tokens = sequence.promised_tokens
+        return None
 
     async def _seat(self, sequence: Sequence) -> Opened | Refused:
         """Give a sequence its seats, and what is parked of it."""
@@ -563,7 +569,8 @@ class Scheduler(Actor):
         prompt_tokens = self._pace.prompt_tokens(num_replies, others_wait)
         return plan.spans(self._running, self._budget, prompt_tokens)
 
-    async def _step(self, spans: tuple[Span, ...]) -> None:
+    async def _step(self, spans: tuple[Span, ...]) -> OutOfPages | None:
+        """Compute a step, and those that go on from it; what there was no memory for."""
         replies = [self._replies[span.sequence] for span in spans]
         wants_logits = tuple(r.sequence.id for r in replies if r.request.logits)
         prompts = [
@@ -579,11 +586,13 @@ class Scheduler(Actor):
         )
         began_s = time.perf_counter()
         num_replies, num_prompt = len(spans) - len(prompts), sum(prompts)
-        ended: list[tuple[_Reply, Delta]] = []
+        ended: list[tuple[Reply, Delta]] = []
+        short: OutOfPages | None = None
         try:
             async for done in self._compute(spans, wants_logits):
                 now_s = self._done_s = time.perf_counter()
                 self._pace.observe(num_replies, num_prompt, now_s - began_s)
+                self._seam.observe(num_replies, num_prompt, now_s - began_s)
                 ended += self._apply(spans, done, now_s)
                 began_s, num_replies, num_prompt = now_s, len(spans), 0
                 spans = following(spans, done.results)
@@ -592,25 +601,29 @@ class Scheduler(Actor):
                 self._running.remove(reply.sequence)
                 self._push(reply, last)
             await self._recover(error)
-            return
+            return None
+        except OutOfPages as error:  # the last step was not computed
+            short = error
         except Exception as error:
             for reply in replies:
                 await self._end(reply, Finish.ERROR, error)
-            return
+            return None
         finally:
             self._goes_on = False
         for reply, last in ended:
             await self._close(reply)
             if not reply.is_done:  # the device may have died now, for the last time
                 self._push(reply, last)
+        return short
 
     async def _compute(
         self, spans: tuple[Span, ...], wants_logits: tuple[int, ...]
     ) -> AsyncIterator[StepDone]:
         """A step, and those that go on from it while nobody comes or goes."""
         if not self._goes_on:
+            done = await self._route.step(self._num_steps + 1, spans, wants_logits)
             self._num_steps += 1
-            yield await self._route.step(self._num_steps, spans, wants_logits)
+            yield done
             return
         async with aclosing(self._route.steps(self._num_steps + 1, spans)) as steps:
             async for done in steps:
@@ -619,60 +632,27 @@ class Scheduler(Actor):
 
     def _apply(
         self, spans: Iterable[Span], done: StepDone, now_s: float
-    ) -> list[tuple[_Reply, Delta]]:
+    ) -> list[tuple[Reply, Delta]]:
         """Take results in and hand them out; those that end, each with its last delta."""
         logits = dict(done.logits)
-        ended: list[tuple[_Reply, Delta]] = []
+        ended: list[tuple[Reply, Delta]] = []
         for span, result in zip(spans, done.results, strict=True):
             reply = self._replies[span.sequence]
             reply.sequence.num_computed = span.stop
-            finish = self._advance(reply, result, now_s)
-            delta = self._delta(reply, result, finish, logits.get(span.sequence))
+            finish = reply.advance(result, now_s)
+            delta = reply.delta(result, finish, logits.get(span.sequence))
+            self.num_sampled += len(delta.tokens)
             if finish is not None:
                 ended.append((reply, delta))
             elif delta.tokens or delta.prompt_logprobs or delta.logits:
                 self._push(reply, delta)
         return ended
 
-    def _advance(self, reply: _Reply, result: SpanResult, now_s: float) -> Finish | None:
-        """Take a sampled token in; says why the sequence ends, if it does."""
-        sequence = reply.sequence
-        if result.token is None:
-            if sequence.num_pending:
-                return None
-            reply.first_s = reply.first_s or now_s
-            return Finish.LENGTH
-        reply.first_s = reply.first_s or now_s
-        reply.last_s = now_s
-        if result.token in reply.request.stop_ids:
-            return Finish.STOP
-        sequence.tokens.append(result.token)
-        self.num_sampled += 1
-        return Finish.LENGTH if sequence.num_tokens >= sequence.max_tokens else None
-
-    def _delta(
-        self, reply: _Reply, result: SpanResult, finish: Finish | None, logits: Logits | None
-    ) -> Delta:
-        is_token = result.token is not None and finish is not Finish.STOP
-        wants_top = reply.request.logprobs and reply.request.top_logprobs > 0
-        # With the first token too: a client may leave before the last one.
-        has_usage = finish is not None or (is_token and reply.sequence.num_generated == 1)
-        return Delta(
-            tokens=(result.token,) if is_token and result.token is not None else (),
-            logprobs=(result.logprob,) if is_token and reply.request.logprobs else (),
-            logits=logits,
-            prompt_logprobs=result.prompt_logprobs,
-            top_logprobs=(result.top_logprobs,) if is_token and wants_top else (),
-            prompt_top_logprobs=result.prompt_top_logprobs,
-            finish=finish,
-            usage=reply.usage(time.perf_counter()) if has_usage else None,
-        )
-
-    async def _end(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:
+    async def _end(self, reply: Reply, finish: Finish, error: Exception | None = None) -> None:
         await self._close(reply)
         self._finish(reply, finish, error)
 
-    async def _close(self, reply: _Reply) -> None:
+    async def _close(self, reply: Reply) -> None:
         """Give a sequence's place on the device back."""
         if reply.sequence in self._running:
             await self._vacate(reply.sequence)
@@ -690,6 +670,7 @@ class Scheduler(Actor):
             await self._route.close(sequence.id)
         except Stopped as error:
             await self._recover(error)
+        self._seam.came_free(sequence.num_computed)
 
     async def _recover(self, error: JitllmError, *others: Sequence) -> None:
         """What a device had computed is gone; it is computed again, from the tokens.
@@ -724,6 +705,6 @@ class Scheduler(Actor):
         self.num_losses += 1
         self._recovery_s = time.perf_counter() - began_s
 
-    def _finish(self, reply: _Reply, finish: Finish, error: Exception | None = None) -> None:
+    def _finish(self, reply: Reply, finish: Finish, error: Exception | None = None) -> None:
         usage = reply.usage(time.perf_counter())
         self._push(reply, Delta(finish=finish, usage=usage, error=error))

@@ -70,6 +70,10 @@ class Supply(Protocol):
         """What keys and values take from now on, promises included."""
         ...
 
+    def room_bytes(self) -> int | None:
+        """What is left here for more pages; None where blocks give way to them."""
+        ...
+
     async def bring(self, block: int, source: Frame | None, share: float) -> Brought:
         """Have a block's weights here, if there is room ahead of their use; see `Bring`."""
         ...
@@ -149,6 +153,10 @@ class LeasedWeights:
         await self.let_go()
         reserved: Reserved = await self._pager.ask(Reserve("kv", kv_bytes, self._name))
         return reserved
+
+    def room_bytes(self) -> int | None:
+        """See `Supply`."""
+        return None
 
     async def bring(self, block: int, source: Frame | None, share: float) -> Brought:
         """See `Supply`."""

@@ -35,7 +35,7 @@ from jitllm.devices.grammar import parse_devices
 from jitllm.devices.host import Limits
 from jitllm.devices.vulkan.found import default_budget, find_vulkan, may_take_vulkan
 from jitllm.engine import Engine
-from jitllm.errors import JitllmError, PlacementError
+from jitllm.errors import JitllmError, PlacementError, UsageError
 from jitllm.formats.jlm import Container, Header
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.threads import cpu_mask, default_threads
@@ -246,6 +246,7 @@ async def open_engine(
                 own_id, nodes = seat.member.node_id, await seat.member.nodes()
                 nodes = [node for node in nodes if node.node_id != own_id]
         chosen, shares = _devices(config, nodes, runtime.here)
+        host = _host(config, chosen)
         pagers: dict[str, Ref] = {}
         for device in (one.device for one in chosen):
             pagers[device.name] = await runtime.start(
@@ -303,7 +304,11 @@ async def open_engine(
                 recipe, f"device {device.name}", restarts=True, node=device.node
             )
             sites[device.name] = Site(made, pager, device.node, has_memory=device.is_gpu)
-        placement, declines = _place(config, graph, header, chosen, limits)
+        target, declines = _place(config, graph, header, chosen, limits)
+        placement = target
+        if config.gpu_grow and host is not None:
+            gpus = [one.name for one in chosen if one.device.is_gpu]
+            placement = target.at_home(host, gpus)
         history = History(graph.kv, config.kv_type)
         scheduler = await runtime.start(
             SchedulerRecipe(
@@ -322,6 +327,10 @@ async def open_engine(
                 declines=declines,
                 fairness=config.fairness,
                 park_folder=_park_folder(config),
+                relocates=host is not None and _relocates(config),
+                grows_to=target if config.gpu_grow else None,
+                tunes=config.tune_seam,
+                gpus_fall_back=config.gpu_fallback,
             ),
             "scheduler",
         )
@@ -417,6 +426,26 @@ def _devices(
         divided = cpu_shares([d.ordinal for d in there], host.threads, host.numa)
         shares |= zip((d.name for d in there), divided, strict=True)
     return chosen, tuple(shares.get(device.name, CpuShare(0)) for device in devices)
+
+
+def _host(config: ResolvedConfig, chosen: Sequence[ChosenDevice]) -> str | None:
+    """The device that stands for the host, if it is one of those that are chosen.
+
+    Raises `UsageError` for a flag that is about it where it is not.
+    """
+    host = next((one.name for one in chosen if not one.device.is_gpu), None)
+    flags = ["-relocate on"] * (config.relocate == "on") + ["-gpu-grow"] * config.gpu_grow
+    flags += ["-tune-seam"] * config.tune_seam
+    if host is None and flags:
+        raise UsageError(
+            f"{flags[0]}: the host is not in -devices {config.devices}", "add cpu to -devices"
+        )
+    return host
+
+
+def _relocates(config: ResolvedConfig) -> bool:
+    """Whether blocks of a GPU go to the host when keys and values need their room."""
+    return config.gpu_fallback if config.relocate == "auto" else config.relocate == "on"
 
 
 def _vram(chosen: ChosenDevice, config: ResolvedConfig) -> int:

@@ -12,6 +12,7 @@ from jitllm.errors import UsageError
 
 KvType = Literal["f16", "f32"]
 ReadAhead = Literal["auto", "on", "off"]
+Relocate = Literal["auto", "on", "off"]
 
 DEFAULT_PAGE_SIZE_TOKENS = 64
 
@@ -45,9 +46,18 @@ class EngineConfig:
     """An entry of the placement that cannot be met is an error, not a note."""
     gpu_layers: int = -1
     """Most blocks that go to GPUs; -1: all that fit."""
+    gpu_grow: bool = False
+    """Begin with everything on the host; a block goes to its GPU with each token at the most."""
     vram_bytes: int | None = None
     """Most memory that is taken of a GPU whose entry in `devices` says nothing of it; None or 0:
     what is free there, less an eighth and 256 MiB at the least."""
+    tune_seam: bool = False
+    """Find out, while replies run, whether fewer blocks on a GPU are faster, and keep what is."""
+    relocate: Relocate = "auto"
+    """Where a GPU has no room for keys and values, its last blocks go to the host; "auto": if the
+    host is one of `devices`, and `gpu_fallback` is on."""
+    gpu_fallback: bool = True
+    """The blocks of a GPU that is lost go to other devices; else all requests fail from then on."""
     fallback: bool = True
     """Requests survive the death of a device: what it had computed is computed again."""
     move_share: float = 0.1
@@ -84,6 +94,7 @@ class EngineConfig:
         _at_least("-gpu-layers", self.gpu_layers, -1)
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
+        _one_of("-relocate", self.relocate, get_args(Relocate))
         _power_of_two("-page-size", self.page_size_tokens)
         for name, page_tokens in self.page_sizes:
             _power_of_two(f"the page size of {name}", page_tokens)

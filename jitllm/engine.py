@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from jitllm.schedule.placement import Decline, Placement
+from jitllm.schedule.seam_trial import SeamTrial
 
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens that can be named at a position."""
@@ -329,6 +330,12 @@ class EngineStats:
     """In all moves; the head counts as one."""
     move_totals: MoveTotals = field(default_factory=MoveTotals)
     last_move: Moved | None = None
+    sent_home: int = 0
+    """Blocks that went to the host because keys and values needed their room on a device."""
+    brought_back: int = 0
+    """Of those, how many came back once there was room."""
+    seam_trials: tuple[SeamTrial, ...] = ()
+    """Fewer blocks on a device, against what there was before; see `-tune-seam`."""
     losses: int = 0
     """Deaths of devices."""
     recovery_s: float = 0.0

@@ -143,13 +143,14 @@ class OverBudget(JitllmError):
 class OutOfPages(OverBudget):
     """A device has no memory for the next positions of a sequence; nothing was computed.
 
-    device: the name of its actor.
+    device: the name of its actor. num_tokens: how many positions the sequence would have had.
     """
 
     def __init__(
         self,
         device: str,
         sequence: int,
+        num_tokens: int,
         what: str,
         needed_bytes: int,
         room_bytes: int,
@@ -158,6 +159,7 @@ class OutOfPages(OverBudget):
         super().__init__(what, needed_bytes, room_bytes, f"{remedy} or lower -ctx")
         self.device = device
         self.sequence = sequence
+        self.num_tokens = num_tokens
 
 
 class PlacementError(JitllmError):

@@ -189,6 +189,8 @@ _COUNTERS = (
     ("jitllm_page_wait_seconds", "Time spent waiting for reads", _Read("pages.wait_s")),
     ("jitllm_moves", "Moves of blocks between devices", _Read("moves")),
     ("jitllm_moved_blocks", "Blocks that moved, and heads", _Read("moved_blocks")),
+    ("jitllm_blocks_sent_home", "Blocks that left a GPU to give room", _Read("sent_home")),
+    ("jitllm_blocks_brought_back", "Of these, blocks that came back", _Read("brought_back")),
     ("jitllm_move_pages", "Pages that history was moved into", _Read("move_totals.pages")),
     ("jitllm_preempt_parks", "Sequences that left their pages", _Read("park_totals.parks")),
     ("jitllm_preempt_slices", "Of these, to make way", _Read("park_totals.slices")),

@@ -43,7 +43,9 @@ class PlacementReply(BaseModel):
     """Where a model is, what that takes, and what became of what was asked for.
 
     moved: the moves of this very request. moves, moved_blocks and move_totals count all so far.
-    declines: what was asked for and is not so. lost: devices that died and did not come back.
+    sent_home: blocks that went to the host because a GPU had no room for keys and values;
+    brought_back: of those, how many came back. declines: what was asked for and is not so. lost:
+    devices that died and did not come back.
     """
 
     id: str
@@ -56,6 +58,8 @@ class PlacementReply(BaseModel):
     moved: list[Moved]
     moves: int
     moved_blocks: int
+    sent_home: int
+    brought_back: int
     move_totals: MoveTotals
     last_move: Moved | None
     declines: list[Decline]
@@ -140,6 +144,8 @@ def _report(served: Served, stats: EngineStats, moved: tuple[Moved, ...] = ()) -
         moved=list(moved),
         moves=stats.moves,
         moved_blocks=stats.moved_blocks,
+        sent_home=stats.sent_home,
+        brought_back=stats.brought_back,
         move_totals=stats.move_totals,
         last_move=stats.last_move,
         declines=list(stats.declines),
@@ -151,9 +157,7 @@ def _runs(served: Served, stats: EngineStats) -> Iterator[Run]:
     placement, header = stats.placement, served.header
 
     def where(index: int) -> tuple[str, bool, bool]:
-        is_head = index == placement.num_blocks
-        device = placement.head if is_head else placement.blocks[index]
-        return device, index in placement.pinned, index in placement.streamed
+        return placement.owner(index), index in placement.pinned, index in placement.streamed
 
     for (device, pinned, streamed), run in groupby(range(placement.num_blocks), where):
         blocks = list(run)

@@ -64,5 +64,5 @@ async def _exchange(loaded: Loaded, asked: Asked, turns: list[Turn], question: T
     say("\n")
     stop = await loaded.engine.stats()
     per_token = report.page_ins_per_token(start, stop)
-    note(report.after(reply.rates(), stop.pages, per_token)[0])
+    note(report.after(reply.rates(), stop, per_token)[0])
     return [question, {"role": "assistant", "content": reply.text}]

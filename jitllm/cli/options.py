@@ -185,6 +185,32 @@ _ENGINE_FLAGS = (
         help="Most blocks that go to GPUs; -1: all that fit.",
     ),
     _flag(
+        "gpu_grow",
+        bool,
+        False,
+        "-gpu-grow",
+        help="Begin on the host, and bring a block to its GPU with each token.",
+    ),
+    _flag(
+        "tune_seam",
+        bool,
+        False,
+        "-tune-seam",
+        help="While replies run, try fewer blocks on a GPU, and keep that if it is faster by more "
+        "than a twentieth; takes some 400 tokens for each try.",
+    ),
+    _flag(
+        "relocate",
+        str,
+        "auto",
+        "-relocate",
+        metavar="MODE",
+        help="When a GPU has no room for a growing context, its last block goes to the host, one "
+        "after the other, and comes back when there is room: on, off (the reply ends with an "
+        "error) or auto, which is on if -devices has the host (cpu), but not with "
+        "-no-gpu-fallback.",
+    ),
+    _flag(
         "fairness",
         int | None,
         None,
@@ -209,6 +235,14 @@ _ENGINE_FLAGS = (
         "-no-fallback",
         help="A device that dies ends its requests with an error; else their replies go on, with "
         "what was lost computed again.",
+    ),
+    _flag(
+        "no_gpu_fallback",
+        bool,
+        False,
+        "-no-gpu-fallback",
+        help="A GPU that is lost ends all requests with an error; else replies go on with its "
+        "blocks on the host.",
     ),
     _flag(
         "move_share",
@@ -351,9 +385,13 @@ def _config(
     placement_strict: bool,
     vram: str | None,
     gpu_layers: int,
+    gpu_grow: bool,
+    tune_seam: bool,
+    relocate: Any,
     fairness: int | None,
     kv_cache: str | None,
     no_fallback: bool,
+    no_gpu_fallback: bool,
     move_share: int,
     kv_type: Any,
     read_ahead: Any,
@@ -373,9 +411,13 @@ def _config(
         placement_strict=placement_strict,
         vram_bytes=None if vram is None else parse_size(vram, "-vram"),
         gpu_layers=gpu_layers,
+        gpu_grow=gpu_grow,
+        tune_seam=tune_seam,
+        relocate=relocate,
         fairness=fairness,
         kv_cache=kv_cache,
         fallback=not no_fallback,
+        gpu_fallback=not no_gpu_fallback,
         move_share=_within(move_share, 1, 99, "-move-share") / 100,
         kv_type=kv_type,
         read_ahead=read_ahead,

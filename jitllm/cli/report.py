@@ -30,8 +30,9 @@ def before(loaded: Loaded, stats: EngineStats) -> list[str]:
     ]
 
 
-def after(rates: Rates, pages: Pages, page_ins_per_token: float) -> list[str]:
+def after(rates: Rates, stats: EngineStats, page_ins_per_token: float) -> list[str]:
     """What a reply took."""
+    pages = stats.pages
     return [
         _parts(
             f"prompt {rates.prompt_tokens} tok in {format_duration(rates.prefill_s)} "
@@ -48,7 +49,20 @@ def after(rates: Rates, pages: Pages, page_ins_per_token: float) -> list[str]:
             f"{format_size(pages.bytes_read)} read",
             f"{page_ins_per_token:.2f} page-ins per token",
         ),
+        *_move_lines(stats),
+        *(_parts("seam  ", str(trial)) for trial in stats.seam_trials),
     ]
+
+
+def _move_lines(stats: EngineStats) -> list[str]:
+    """Where blocks are by now, if any have moved, and how many because of a GPU without room."""
+    if not stats.moves:
+        return []
+    parts = [counted(stats.moves, "move"), f"blocks are at {stats.placement}"]
+    if stats.sent_home:
+        parts.append(f"{counted(stats.sent_home, 'block')} went to the host for room")
+        parts.append(f"{stats.brought_back} came back")
+    return [_parts("moves ", *parts)]
 
 
 def page_ins_per_token(start: EngineStats, stop: EngineStats) -> float:
@@ -86,6 +100,9 @@ def engine_json(loaded: Loaded, stats: EngineStats) -> dict[str, Any]:
     return {
         "placement": str(stats.placement),
         "declines": [str(decline) for decline in stats.declines],
+        "moves": stats.moves,
+        "sent_home": stats.sent_home,
+        "brought_back": stats.brought_back,
         "devices": [asdict(device) for device in stats.devices],
         "tier": stats.tier,
         "threads": stats.threads,

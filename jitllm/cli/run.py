@@ -78,7 +78,7 @@ async def _answer(
                 say("\n")
         stop = await loaded.engine.stats()
         per_token = report.page_ins_per_token(start, stop)
-        _note_all(report.after(reply.rates(), stop.pages, per_token))
+        _note_all(report.after(reply.rates(), stop, per_token))
         if json:
             pages = report.pages_json(stop.pages, per_token)
             print_json(

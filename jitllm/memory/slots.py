@@ -56,6 +56,11 @@ class Slots:
         """Of each: the largest block fits."""
         return max((self._block_bytes[block] for block in self.blocks), default=0)
 
+    @property
+    def spare_bytes(self) -> int:
+        """What could be given up, and enough would be left."""
+        return self.slot_bytes * max(len(self._spans) - MIN_SLOTS, 0)
+
     def serve(self, blocks: Sequence[int]) -> int:
         """Have slots for these blocks and for no others, `MIN_SLOTS` or as many as there is room
         for; how many bytes are missing for one, and then there is none."""

@@ -7,7 +7,7 @@ fits is decided elsewhere, and who goes there too. Printed one way everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Self
@@ -83,6 +83,10 @@ class Placement:
         """Indices of the blocks that a device owns."""
         return frozenset(i for i, owner in enumerate(self.blocks) if owner == device)
 
+    def owner(self, index: int) -> str:
+        """The device of a block, or of the head, whose number comes after the last block."""
+        return self.head if index == self.num_blocks else self.blocks[index]
+
     def legs(self) -> tuple[Leg, ...]:
         """The route of a step: runs of blocks, and the head at its end."""
         legs: list[Leg] = []
@@ -146,6 +150,14 @@ class Placement:
         streamed = self.streamed - self.blocks_on(gone)
         return replace(self, blocks=tuple(owners[:-1]), head=owners[-1], streamed=streamed)
 
+    def at_home(self, host: str, leaving: Container[str]) -> Self:
+        """The same where all that is on the devices `leaving` and not pinned is on `host`."""
+        owners = [self.owner(index) for index in range(self.num_blocks + 1)]
+        gone = {i for i, o in enumerate(owners) if o in leaving and i not in self.pinned}
+        owners = [host if index in gone else owner for index, owner in enumerate(owners)]
+        streamed = self.streamed - gone
+        return replace(self, blocks=tuple(owners[:-1]), head=owners[-1], streamed=streamed)
+
     def marked(self, pinned: Iterable[int] = (), streamed: Iterable[int] = ()) -> Self:
         """The same with these pins and streamed blocks and no others, one epoch later."""
         return replace(
@@ -174,8 +186,7 @@ class Placement:
 
     def _entries(self) -> Iterator[str]:
         def where(i: int) -> str:
-            device = self.head if i == self.num_blocks else self.blocks[i]
-            return device + PIN * (i in self.pinned) + STREAM * (i in self.streamed)
+            return self.owner(i) + PIN * (i in self.pinned) + STREAM * (i in self.streamed)
 
         for place, run in groupby(range(self.num_blocks), where):
             yield f"{runs_text(run)}={place}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,9 @@ class MovableDevice(Actor):
 
     name: str
     faults: Sequence[Fault] = ()
+    budget: int = 1 << 30
+    warns: bool = False
+    on_step: Callable[[MovableDevice, Step], None] | None = None
     met: list[Fault] = field(default_factory=list)
     seen: Counter[type] = field(default_factory=Counter)
     is_gone: bool = False
@@ -83,7 +86,9 @@ class MovableDevice(Actor):
 
     def begin_again(self) -> None:
         """Know nothing."""
-        self.model = ModelDevice(self.name, BLOCKS, SIZES[self.name])
+        self.model = ModelDevice(
+            self.name, BLOCKS, SIZES[self.name], budget=self.budget, warns=self.warns
+        )
 
     async def receive(self, message: Any) -> object:
         """See `actors.messages`."""
@@ -125,6 +130,8 @@ class MovableDevice(Actor):
             case Steps():
                 return await self._steps(message.first)
             case _:
+                if isinstance(message, Step) and self.on_step is not None:
+                    self.on_step(self, message)
                 return self.model.receive(message)
 
     async def _steps(self, first: Step) -> Parts[StepDone]:
@@ -182,19 +189,27 @@ async def moving(
     placement: str = "0000",
     *,
     with_memory: Collection[str] = (),
+    budgets: Mapping[str, int] = {},
+    gpus_fall_back: bool = True,
+    warns: bool = False,
     **choices: Any,
 ) -> AsyncIterator[Scene]:
     """A model whose blocks, and whose head, are on the devices of these numbers.
 
-    with_memory: devices that are said to have a memory of their own.
+    with_memory: devices that are said to have a memory of their own. budgets: pages and parts that
+    those have room for, which they warn about; see `ModelDevice`.
     """
     choices = {"context_tokens": 256, "page_tokens": 4, "move_share": 1.0, **choices}
     async with asyncio.timeout(30), Runtime() as runtime:
-        devices = {name: MovableDevice(name, faults.get(name, ())) for name in SIZES}
+        devices = {
+            name: MovableDevice(name, faults.get(name, ()), budgets.get(name, 1 << 30), warns)
+            for name in SIZES
+        }
         refs = {name: await runtime.spawn(device, name) for name, device in devices.items()}
         sites = {name: Site(ref, ref, has_memory=name in with_memory) for name, ref in refs.items()}
         owners = [f"cpu:{number}" for number in placement]
-        route = Route(sites, Placement(tuple(owners[:-1]), owners[-1]), 1 << 30)
+        begin = Placement(tuple(owners[:-1]), owners[-1])
+        route = Route(sites, begin, 1 << 30, gpus_fall_back=gpus_fall_back)
         scheduler = Scheduler(
             route,
             Budget(rows=4, tokens=16, outputs=4),

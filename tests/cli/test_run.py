@@ -137,11 +137,12 @@ def test_flags_work_in_both_spellings_everywhere(
 ) -> None:
     flags = "n=7 temp=0.5 top-k=3 top-p=0.9 min-p=0.1 repeat-penalty=1.5 repeat-last-n=8 seed=4"
     flags += " ctx=99 devices=cpu maxmem=1.5M threads=1 tier=plain kv-type=f32 read-ahead=off"
-    flags += " gpu-layers=5"
+    flags += " gpu-layers=5 relocate=off"
     words = [word for flag in flags.split() for word in f"{dashes}{flag}".split("=")]
     words += [f"{dashes}ignore-eos", f"{dashes}stop=zzz", f"{dashes}page-size=16"]
     words += [f"{dashes}placement=0-2=cpu:0,head=host!", f"{dashes}placement-strict"]
-    words += [f"{dashes}no-fallback"]
+    words += [f"{dashes}no-fallback", f"{dashes}no-gpu-fallback"]
+    words += [f"{dashes}gpu-grow", f"{dashes}tune-seam"]
     args = [*words, "m.jlm", "hi"] if is_before else ["m.jlm", "hi", *words]
     done = jitllm("run", *args)
     assert (done.code, done.out) == (0, "hiHello, \n")
@@ -152,7 +153,8 @@ def test_flags_work_in_both_spellings_everywhere(
     assert (config.tier, config.kv_type, config.read_ahead) == ("plain", "f32", "off")
     assert (config.devices, config.page_size_tokens) == ("cpu", 16)
     assert (config.placement, config.placement_strict) == ("0-2=cpu:0,head=host!", True)
-    assert (config.gpu_layers, config.fallback) == (5, False)
+    assert (config.gpu_layers, config.fallback, config.gpu_fallback) == (5, False, False)
+    assert (config.relocate, config.gpu_grow, config.tune_seam) == ("off", True, True)
 
 
 def test_what_follows_two_dashes_is_text(jitllm: Jitllm, opener: Opener) -> None:

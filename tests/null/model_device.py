@@ -9,7 +9,7 @@ out by the step that looks at it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +35,7 @@ from actors.messages import (
     Unpack,
     Unpacked,
 )
+from jitllm.errors import OutOfPages
 from jitllm.memory import prefix
 from jitllm.memory.columns import Columns
 from jitllm.memory.ownership import Ownership, Stale
@@ -47,6 +48,8 @@ Content = tuple[int, int] | None
 
 BASE = 1 << 20
 CAPACITY = 256
+PART_PAGES = 8
+"""Memory of a block's weights, or the head's."""
 
 
 def contents(block: int, tokens: Iterable[int]) -> list[Content]:
@@ -58,6 +61,26 @@ def contents(block: int, tokens: Iterable[int]) -> list[Content]:
 def next_token(tokens: Iterable[int]) -> int:
     """What a sequence goes on with: another history would give another token."""
     return hash(tuple(tokens)) % 991
+
+
+class _CountedPages(VirtualPages):
+    """Pages, at most `num_most` of them at a time."""
+
+    num_taken = 0
+    num_most: Callable[[], int]
+
+    def take(self, page_set: int, columns: Iterable[int]) -> bool:
+        """See `PageMemory`."""
+        count = len(set(columns))
+        if self.num_taken + count > self.num_most():
+            return False
+        self.num_taken += count
+        return True
+
+    def give(self, page_set: int, columns: Iterable[int]) -> None:
+        """See `PageMemory`."""
+        self.num_taken -= len(set(columns))
+        super().give(page_set, columns)
 
 
 class Seat:
@@ -75,18 +98,34 @@ class Seat:
 
 
 class ModelDevice:
-    """Handles what a device does, at once. room: blocks that it has room for."""
+    """Handles what a device does, at once.
 
-    def __init__(self, name: str, num_blocks: int, page_tokens: int, room: int = 1 << 30) -> None:
+    room: blocks that it has room for. budget: pages that it has memory for, blocks and the head
+    among them, each of which takes `PART_PAGES`. warns: says so when memory is nearly used up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_blocks: int,
+        page_tokens: int,
+        room: int = 1 << 30,
+        budget: int = 1 << 30,
+        *,
+        warns: bool = False,
+    ) -> None:
         sizes = [4096] * num_blocks
         self.name = name
         self.num_blocks = num_blocks
         self.room = room
+        self.budget = budget
+        self.warns = warns
         self.ownership = Ownership()
         self.seats: dict[int, Seat] = {}
         self.memory: dict[tuple[int, int], list[Content]] = {}
         self._layout = Columns(sizes)
-        memory = VirtualPages(BASE, sizes, self._release)
+        memory = self._counted = _CountedPages(BASE, sizes, self._release)
+        memory.num_most = lambda: self.budget - PART_PAGES * len(self.ownership.held)
         self.pages = KvPages(memory, page_tokens, CAPACITY, columns=())
 
     def receive(self, message: Any) -> Any:
@@ -175,12 +214,18 @@ class ModelDevice:
             self._compute(span, blocks)
         hidden = None if message.has_head else pickle.dumps((message.step_id, message.stop))
         results = tuple(self._result(span) for span in message.spans) if message.has_head else ()
-        return StepDone(message.step_id, results, (), hidden)
+        return StepDone(message.step_id, results, (), hidden, is_short=self._is_short())
+
+    def _is_short(self) -> bool:
+        num_columns = len(self.pages.columns)
+        idle = self.pages.idle_bytes // self.pages.set_bytes * num_columns if num_columns else 0
+        free = self._counted.num_most() - self._counted.num_taken + idle
+        return self.warns and len(self.seats) * num_columns > free
 
     def _compute(self, span: Span, blocks: Iterable[int]) -> None:
         seat, size = self.seats[span.sequence], self.pages.page_tokens
         assert len(seat.history) >= span.start
-        assert self.pages.grow(span.sequence, span.stop)
+        self._grow(span.sequence, span.stop)
         seat.write(span.start, span.tokens)
         for block in blocks:
             expected = contents(block, seat.history[: span.stop])
@@ -190,6 +235,11 @@ class ModelDevice:
             seat.digest = prefix.extend(seat.digest, seat.history[stop - size : stop])
             self.pages.publish(span.sequence, seat.num_published, seat.digest)
             seat.num_published += 1
+
+    def _grow(self, sequence: int, num_tokens: int) -> None:
+        if not self.pages.grow(sequence, num_tokens):
+            what = f"KV of {num_tokens} positions"
+            raise OutOfPages(self.name, sequence, num_tokens, what, 1, 0, "wait")
 
     def _result(self, span: Span) -> SpanResult:
         token = next_token(self.seats[span.sequence].history[: span.stop])
@@ -219,8 +269,7 @@ class ModelDevice:
     def _prepare(self, message: Prepare) -> Refused | None:
         over = self.ownership.expect(message.blocks, message.epoch)
         self.pages.drop(over - {self.num_blocks})
-        self._settle()
-        if len(self.ownership.held) > self.room:
+        if not self._settle() or len(self.ownership.held) > self.room:
             self._forget(self.ownership.abandon(message.epoch))
             return Refused(1, 0)
         return None
@@ -236,11 +285,13 @@ class ModelDevice:
         if gone:
             self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self) -> bool:
+        """Have memory for what is held, and for nothing else; whether there is."""
         held = self.ownership.held - {self.num_blocks}
         self.pages.drop(self.pages.columns - held)
-        self.pages.hold(held)
+        fits = self.pages.hold(held) and PART_PAGES * len(self.ownership.held) <= self.budget
         self.pages.adopt(held & self.ownership.owned)
+        return fits
 
     # --- history that comes and goes ---------------------------------------------------------
 
@@ -264,7 +315,7 @@ class ModelDevice:
         return Unpacked(1, 0.0)
 
     def _take(self, blocks: Iterable[int], piece: Piece, content: list[list[Content]]) -> None:
-        assert self.pages.grow(piece.sequence, piece.stop)
+        self._grow(piece.sequence, piece.stop)
         seat = self.seats[piece.sequence]
         seat.history[piece.start : piece.stop] = piece.tokens
         for block, of in zip(blocks, content, strict=True):

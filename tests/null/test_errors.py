@@ -15,7 +15,7 @@ EXAMPLES: list[JitllmError] = [
     errors.ContextOverflow(5000, 4096),
     errors.PageError("a.jlm", 8192, "wrong checksum"),
     errors.OverBudget("the KV history", 3 << 20, 1 << 20),
-    errors.OutOfPages("device vulkan:0", 3, "KV of 70 positions", 3 << 20, 1 << 20, "more"),
+    errors.OutOfPages("device vulkan:0", 3, 70, "KV of 70 positions", 3 << 20, 1 << 20, "more"),
     errors.QueueFull(64, retry_after_s=2.0),
     errors.PlacementError("block 3 is pinned"),
     errors.DiskFull("a.jlm", 3 << 30, 1 << 30),

@@ -82,6 +82,22 @@ async def test_replies_finish_on_the_host(
     assert str(stats.placement) == "0-2=cpu:0,head=cpu:0"
 
 
+async def test_with_no_gpu_fallback_requests_fail_and_say_why(model: Path, fault: Fault) -> None:
+    """Those under way, and those that come later."""
+    choices = {"devices": "cpu:0,vulkan:0", "placement": "0=cpu:0,*=vulkan:0", "kv_type": "f32"}
+    async with opened(model, gpu_fallback=False, **choices) as loaded:
+        seen = asyncio.Event()
+        task = asyncio.create_task(following(loaded.engine, REQUESTS[0], seen))
+        await seen.wait()
+        fault.code = "VK_ERROR_DEVICE_LOST"
+        with pytest.raises(JitllmError, match=r"vulkan:0 was lost: .*VK_ERROR_DEVICE_LOST"):
+            await task
+        with pytest.raises(JitllmError, match=r"vulkan:0 was lost: .*VK_ERROR_DEVICE_LOST"):
+            await replies(loaded.engine, REQUESTS)
+        stats = await loaded.engine.stats()
+    assert str(stats.placement) == "0=cpu:0,1-2=vulkan:0,head=vulkan:0"
+
+
 async def test_a_move_to_it_fails_and_replies_go_on(model: Path, fault: Fault) -> None:
     async with opened(model, devices="cpu:0,vulkan:0", placement="*=cpu:0") as loaded:
         before = await replies(loaded.engine, REQUESTS)

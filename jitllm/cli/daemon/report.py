@@ -74,5 +74,14 @@ def moves_line(found: Plain) -> list[str]:
         f"pauses {mean_ms:.2f} ms on average   "
         f"history {format_size(totals['bytes_before'])} before, "
         f"{format_size(totals['bytes_paused'])} in pauses   "
-        f"{counted(totals['tokens_meanwhile'], 'token')} meanwhile"
+        f"{counted(totals['tokens_meanwhile'], 'token')} meanwhile",
+        *_home_lines(found),
     ]
+
+
+def _home_lines(found: Plain) -> list[str]:
+    """Blocks that a GPU had no room for beside keys and values; nothing where there was none."""
+    if not found["sent_home"]:
+        return []
+    sent = counted(found["sent_home"], "block")
+    return [f"room    {sent} went to the host for it   {found['brought_back']} came back"]
