@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from jitllm.devices.host import Pass
 from jitllm.errors import JitllmError
+from jitllm.kernels.op import ALL_KEYS
 from tests.conftest import TinyModel
 from tests.models import oracle
 from tests.models.vulkan import VulkanModel
@@ -84,6 +87,27 @@ def test_runs_of_blocks_give_the_same_bits(tiny_model: TinyModel) -> None:
         )
         model.program.blocks_at_once = blocks_at_once
         found.append(model.step(tokens.tolist(), splits))
+        model.close()
+    assert all(np.array_equal(other, found[0]) for other in found)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_attention_in_passes_gives_the_same_bits(
+    name: str, num_tokens: int, tiny_model: TinyModel
+) -> None:
+    """Of all blocks, or of some; in one run of blocks, or in several."""
+    tokens = np.random.default_rng(1).integers(3, 300, 200).tolist()
+    ends = [0, 64, 192, ALL_KEYS[1]]
+    found = []
+    for passing, splits in (((), ()), ((0, 1, 2), ()), ((1,), ()), ((0, 2), (1,)), ((), ())):
+        model = VulkanModel(
+            tiny_model(name), gpu(), step_tokens=200, context_tokens=200, has_passes=True
+        )
+        model.program.blocks_at_once = 1 + len(splits)
+        model.step(tokens[:-num_tokens])
+        passes = [Pass(block, ((a, b),)) for block in passing for a, b in pairwise(ends)]
+        found.append(model.step(tokens[-num_tokens:], splits, passes))
         model.close()
     assert all(np.array_equal(other, found[0]) for other in found)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from jitllm.devices.host import Limits
+from jitllm.devices.host import Limits, Pass
 from jitllm.devices.vulkan.arena import DeviceSpan
 from jitllm.devices.vulkan.program import VulkanProgram
 from jitllm.formats.jlm import Container
@@ -34,6 +34,7 @@ class VulkanModel:
         context_tokens: int,
         page_tokens: int = 64,
         kv_element: str = "f32",
+        has_passes: bool = False,
     ) -> None:
         self._gpu = gpu
         self._spans: list[DeviceSpan] = []
@@ -47,7 +48,7 @@ class VulkanModel:
         graph = self.graph
         self.limits = Limits(step_tokens, step_tokens, 1)
         try:
-            self.program = self._program(page_tokens, kv_element)
+            self.program = self._program(page_tokens, kv_element, has_passes)
         except BaseException:
             self._give_back()
             raise
@@ -61,7 +62,7 @@ class VulkanModel:
         self._table = self._put(table.tobytes())
         self._position = 0
 
-    def _program(self, page_tokens: int, kv_element: str) -> VulkanProgram:
+    def _program(self, page_tokens: int, kv_element: str, has_passes: bool) -> VulkanProgram:
         graph, gpu = self.graph, self._gpu
         return VulkanProgram(
             graph.embed,
@@ -75,6 +76,7 @@ class VulkanModel:
             weight_address=self._address,
             page_tokens=page_tokens,
             kv_element=kv_element,
+            has_passes=has_passes,
         )
 
     def _put(self, data: bytes) -> DeviceSpan:
@@ -87,7 +89,9 @@ class VulkanModel:
     def _address(self, weight: Weight) -> int:
         return self._weights[weight.role, weight.block, weight.expert or 0].address
 
-    def step(self, tokens: Sequence[int], splits: Sequence[int] = ()) -> NDArray[np.float32]:
+    def step(
+        self, tokens: Sequence[int], splits: Sequence[int] = (), passes: Sequence[Pass] = ()
+    ) -> NDArray[np.float32]:
         """Logits [tokens, vocab] of the next tokens; blocks run in runs that end at `splits`."""
         step, count = self.program.step, len(tokens)
         for i, token in enumerate(tokens):
@@ -103,7 +107,9 @@ class VulkanModel:
         edges = [0, *splits, self.program.num_blocks]
         for start, stop in zip(edges, edges[1:], strict=False):
             is_first, is_last = start == 0, stop == self.program.num_blocks
-            self.program.run(start, stop, bucket, embeds=is_first, begins=is_first, ends=is_last)
+            part = [one for one in passes if start <= one.block < stop]
+            how = {"embeds": is_first, "begins": is_first, "ends": is_last}
+            self.program.run(start, stop, bucket, **how, passes=part)
         self._position += count
         logits = self.graph.logits
         out = np.zeros((count, logits.stride_bytes // 4), np.float32)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jitllm.kernels.attention import gpu as attention_gpu
+from jitllm.kernels.attention.gpu import part_keys
 from jitllm.kernels.combine.reference import combine
 from jitllm.kernels.embed.reference import embed
 from jitllm.kernels.expert_matmul.reference import expert_matmul
 from jitllm.kernels.glu.reference import glu
 from jitllm.kernels.layout import FORMATS, FormatCode
 from jitllm.kernels.matmul.reference import matmul
-from jitllm.kernels.op import Rows
+from jitllm.kernels.op import ALL_KEYS, Rows
 from jitllm.kernels.quantize.reference import RECORD, quantize
 from jitllm.kernels.rope_table.reference import rope_table
 from tests.ops import (
@@ -201,6 +203,40 @@ def test_company_changes_nothing(
     for tokens in schedule(case):
         histories.step(tokens, gpu())
     assert np.array_equal(histories.all_out(), whole.all_out())
+
+
+@pytest.mark.parametrize("case", [*test_attention.CASES, *test_attention.SPLIT], ids=str)
+def test_launches_over_parts_of_the_keys_change_nothing(
+    case: Attended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as with all keys in one launch, whichever way that goes."""
+    whole = computed(case, gpu()).all_out()
+    monkeypatch.setattr(attention_gpu, "ENOUGH_GROUPS", 1)
+    rng = np.random.default_rng(len(str(case)))
+    histories = Histories(case)
+    for tokens in test_attention.in_sevens(case):
+        histories.step(tokens, gpu(), launches=test_attention.in_ranges(case, rng))
+    assert np.array_equal(histories.all_out(), whole)
+
+
+@pytest.mark.parametrize("window", [0, 50, 1500])
+def test_far_launches_change_nothing(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no part is divided; and where some are, nearly nothing."""
+    case = Attended(heads=2, k_dim=16, v_dim=16, window=window, lengths=(3000,))
+    tokens, found = case.tokens(), []
+    part = part_keys(3000)
+    assert part == 256
+    monkeypatch.setattr(attention_gpu, "ENOUGH_GROUPS", 1)
+    for step in (3072, part, 3 * part, 64):
+        ends = [*range(step, 3000, step), ALL_KEYS[1]]
+        launches = [[(start, end)] for start, end in pairwise([0, *ends])]
+        histories = Histories(case)
+        histories.step(tokens[:2990], test_attention.FASTEST)
+        histories.step(tokens[2990:], gpu(), launches=launches)
+        found.append(histories.all_out())
+    assert np.array_equal(found[1], found[0])
+    assert np.array_equal(found[2], found[0])
+    assert np.abs(found[3] - found[0]).max() < 1e-6
 
 
 @pytest.mark.parametrize("case", test_attention.SPLIT, ids=str)

@@ -24,7 +24,7 @@ from jitllm.errors import JitllmError
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.slang import SlangCompiler, Target, compiler_version
 from jitllm.kernels.gpu import Bucket
-from jitllm.kernels.op import Buffer, Const, Ctx, Op, Weight
+from jitllm.kernels.op import ALL_KEYS, Buffer, Const, Ctx, Op, Weight
 from jitllm.kernels.sample import PAIR_BYTES, RECORD_BYTES, Field
 from tests.ops.harness import Guarded, Rig
 
@@ -169,6 +169,8 @@ class _Copies:
             ctx[Ctx.TABLES] = self._take(
                 np.array([head.address for head in heads], np.int64).tobytes()
             ).address
+            ranges = rig.ranges or [ALL_KEYS] * len(rig.tables)
+            ctx[Ctx.RANGES] = self._take(np.array(ranges, np.int64).tobytes()).address
         if rig.sampling is not None:
             ctx[Ctx.SAMPLING] = self._records(rig.sampling)
         return self._take(ctx.tobytes()).address

@@ -8,11 +8,11 @@ sequence, no budget.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jitllm.devices.host import Limits
+from jitllm.devices.host import Limits, Pass
 from jitllm.devices.order import ordered
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.devices.vulkan.device import Moment
@@ -20,8 +20,12 @@ from jitllm.devices.vulkan.pipelines import Pipelines, traits
 from jitllm.devices.vulkan.staging import Staging
 from jitllm.devices.vulkan.step import DeviceStep, StepLayout
 from jitllm.jit.cpu import Progress
+from jitllm.kernels.attention import Attention
+from jitllm.kernels.attention.gpu import ranged_launches
 from jitllm.kernels.gpu import Bucket, GpuLaunch
 from jitllm.kernels.op import (
+    ALL_KEYS,
+    PAGES,
     Buffer,
     Const,
     KernelSpec,
@@ -31,7 +35,10 @@ from jitllm.kernels.op import (
 )
 
 _ALIGN = 256
-_TABLES, _FIRST_BLOCK = 1, 2  # sections of a program: embed, tables, each block, head
+_TABLES, _FIRST_BLOCK = 1, 2
+_BLOCK = 3
+"""Sections of a program: embed, tables, three of each block (what is before its attention,
+attention, what is behind it), head."""
 
 
 def op_launches(op: Op, env: Any, bucket: Bucket) -> list[GpuLaunch]:
@@ -41,12 +48,19 @@ def op_launches(op: Op, env: Any, bucket: Bucket) -> list[GpuLaunch]:
     return found
 
 
+def _divided(ops: Sequence[Op]) -> Iterator[Sequence[Op]]:
+    """The three sections of a block; all in the first one if none of its ops reads pages."""
+    at = next((i for i, op in enumerate(ops) if PAGES in op.reads), len(ops))
+    yield from (ops[:at], ops[at : at + 1], ops[at + 1 :])
+
+
 class VulkanProgram:
     """A compiled stack of blocks: `GpuEnv` of its ops, owner of their buffers.
 
     The arguments are those of `HostProgram`; weight_address gives device addresses, which are asked
     for when a run is recorded (before, anything will do for a block that is not there). staging: of
-    the compute queue. Raises `JitllmError` where the arena has no room for the buffers.
+    the compute queue. has_passes: attention may be divided into passes. Raises `JitllmError` where
+    the arena has no room for the buffers.
     """
 
     def __init__(
@@ -63,6 +77,7 @@ class VulkanProgram:
         weight_address: Callable[[Weight], int],
         page_tokens: int,
         kv_element: str,
+        has_passes: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.limits = limits
@@ -82,7 +97,11 @@ class VulkanProgram:
         self._consts: dict[str, tuple[DeviceSpan, bytes]] = {}
         self._scratch_bytes = 0
         self._scratch_address = 0
-        self._sections = [embed, tables, *(ops for _, ops in blocks), head]
+        divided = (section for _, ops in blocks for section in _divided(ops))
+        self._sections = [embed, tables, *divided, head]
+        self._attention = range(_FIRST_BLOCK + 1, len(self._sections) - 1, _BLOCK)
+        self._has_passes = has_passes
+        self._spent: list[Any] = []  # commands that were for one pass
         self._recorded: dict[tuple[int, int, Bucket], Any] = {}
         try:
             self._build(progress)
@@ -105,11 +124,17 @@ class VulkanProgram:
         """All that any step needs: a launch looks at the bucket's tokens or at its outputs."""
         tokens, outputs = sizes(self.limits.tokens), sizes(self.limits.outputs)
         buckets = [Bucket(t, outputs[-1]) for t in tokens] + [Bucket(1, o) for o in outputs]
-        return [
+        whole = [
             launch.kernel
             for bucket in buckets
             for ops in self._sections
             for launch in self._launches(ops, bucket)
+        ]
+        if not self._has_passes:
+            return whole
+        attention = [op for ops in self._sections for op in ops if isinstance(op, Attention)]
+        return whole + [
+            launch.kernel for op in attention for launch in ranged_launches(op, self, buckets[0])
         ]
 
     def bucket(self, num_tokens: int, num_outputs: int) -> Bucket:
@@ -126,11 +151,18 @@ class VulkanProgram:
         self.num_bytes += num_bytes
         return span
 
-    def _launches(self, ops: Sequence[Op], bucket: Bucket) -> list[GpuLaunch]:
-        """Dispatches with barriers only where an op depends on one since the last barrier."""
+    def _launches(
+        self, ops: Sequence[Op], bucket: Bucket, *, is_pass: bool = False
+    ) -> list[GpuLaunch]:
+        """Dispatches with barriers only where an op depends on one since the last barrier. is_pass:
+        of the keys in ranges."""
         found: list[GpuLaunch] = []
         for op, depends in ordered(ops):
-            for part, launch in enumerate(op_launches(op, self, bucket)):
+            if is_pass and isinstance(op, Attention):
+                launches = ranged_launches(op, self, bucket)
+            else:
+                launches = op_launches(op, self, bucket)
+            for part, launch in enumerate(launches):
                 found.append(launch if part else replace(launch, barrier=depends))
         return found
 
@@ -185,37 +217,86 @@ class VulkanProgram:
         begins: bool,
         ends: bool,
         after: Iterable[Moment] = (),
+        passes: Iterable[Pass] = (),
     ) -> Moment:
         """Start blocks [start, stop) for the step that `self.step` uploaded; see `HostProgram.run`.
 
-        after: what must be done before, weights on their way say. Returns when it is done.
+        after: what must be done before, weights on their way say. passes: each is asked for when
+        the one before it was submitted, so whatever it needs may be submitted behind that. Returns
+        when it is done.
         """
-        first = _FIRST_BLOCK + start
-        last = len(self._sections) if ends else _FIRST_BLOCK + stop
-        cuts = [first]
+        self._free_spent()
+        first = self._section(start)
+        last = len(self._sections) if ends else self._section(stop)
+        after = tuple(after)
         if begins and stop > start:
             opening = 0 if embeds else _TABLES
             if start:
-                after = [self._submit(opening, _FIRST_BLOCK, bucket, after)]
+                self._submit(opening, _FIRST_BLOCK, bucket, after)
             else:
-                cuts = [opening]
-        cuts += [*range(first + self.blocks_at_once, last, self.blocks_at_once), last]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
-            if begin < end:
-                after = [self._submit(begin, end, bucket, after)]
+                first = opening
+        is_ranged = False
+        for one in passes:
+            attention = self._attention[one.block]
+            if first <= attention:  # the first one of its block
+                self._submit_blocks(first, attention, bucket, after, takes_all=is_ranged)
+            self._submit_ranges(one.ranges)
+            self._submit(attention, attention + 1, bucket)
+            first, is_ranged = attention + 1, True
+        self._submit_blocks(first, last, bucket, after, takes_all=is_ranged)
         return self._device.compute.last
 
-    def _submit(self, first: int, last: int, bucket: Bucket, after: Iterable[Moment]) -> Moment:
-        commands = self._recording(first, last, bucket)
-        return self._device.compute.submit(commands, after=after)
+    def _section(self, block: int) -> int:
+        """The first one of a block, or what comes after the last."""
+        return _FIRST_BLOCK + _BLOCK * block
+
+    def _submit_blocks(
+        self, first: int, last: int, bucket: Bucket, after: Iterable[Moment], *, takes_all: bool
+    ) -> None:
+        """Sections [first, last), so many blocks at once as may be. takes_all: attention takes all
+        keys again."""
+        if takes_all:
+            self._submit_ranges([ALL_KEYS] * self.limits.rows)
+        size = _BLOCK * self.blocks_at_once
+        block = max(first, _FIRST_BLOCK) - max(first - _FIRST_BLOCK, 0) % _BLOCK
+        cuts = [first, *range(block + size, last, size), last]
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            if begin < end:
+                self._submit(begin, end, bucket, after)
+
+    def _submit_ranges(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """From here on attention takes these keys of each row, and none of the others."""
+        span, keys = self.step.ranges(ranges)
+        data = self._device.api.ffi.from_buffer(keys)
+        with self._device.compute.recording(once=True) as commands:
+            self._device.barrier(commands)
+            target = span.chunk.buffer, span.offset, len(keys)
+            self._device.api.call("vkCmdUpdateBuffer", commands, *target, data)
+            self._device.barrier(commands)
+        self._device.compute.submit(commands)
+        self._spent.append(commands)
+
+    def _free_spent(self) -> None:
+        if self._spent:
+            self._device.compute.wait()
+        while self._spent:
+            self._device.compute.free(self._spent.pop())
+
+    def _submit(
+        self, first: int, last: int, bucket: Bucket, after: Iterable[Moment] = ()
+    ) -> Moment:
+        return self._device.compute.submit(self._recording(first, last, bucket), after=after)
 
     def _recording(self, first: int, last: int, bucket: Bucket) -> Any:
-        """Commands of sections [first, last), recorded at their first use."""
+        """Commands of sections [first, last), recorded at their first use. The attention of a block
+        alone is that of a pass."""
         key = first, last, bucket
         if key not in self._recorded:
+            is_pass = last == first + 1 and first in self._attention
             with self._device.compute.recording() as commands:
                 for ops in self._sections[first:last]:
-                    self._pipelines.record(commands, self.step.address, self._launches(ops, bucket))
+                    launches = self._launches(ops, bucket, is_pass=is_pass)
+                    self._pipelines.record(commands, self.step.address, launches)
                 self._device.barrier(commands)
             self._recorded[key] = commands
         return self._recorded[key]
@@ -225,9 +306,9 @@ class VulkanProgram:
         the first one's; waits for what is running. The number after the last stands for the head.
         """
         self._device.compute.wait()
-        section = _FIRST_BLOCK + block
-        first = 0 if block == 0 else section
-        for key in [k for k in self._recorded if k[0] <= section and first < k[1]]:
+        start, stop = self._section(block), self._section(block + 1)
+        first = 0 if block == 0 else start
+        for key in [k for k in self._recorded if k[0] < stop and first < k[1]]:
             self._device.compute.free(self._recorded.pop(key))
 
     def read(self, buffer: Buffer, into: memoryview, first_row: int = 0) -> None:
@@ -243,6 +324,8 @@ class VulkanProgram:
     def close(self) -> None:
         """Give the memory back; waits for what is running."""
         self._device.rest()
+        for commands in self._spent:
+            self._device.compute.free(commands)
         for commands in self._recorded.values():
             self._device.compute.free(commands)
         for span in self._spans:

@@ -177,15 +177,21 @@ class VulkanRunner:
         ends: bool,
         passes: Iterable[Pass] = (),
     ) -> None:
-        """See `Runner`. There are no passes: all pages are in the device's memory."""
-        assert not tuple(passes)
+        """See `Runner`."""
         step, program = self.step, self._program
         if begins:
             self._staging.upload([*self._mirrors.changes(), step.change])
         bucket = program.bucket(step.num_tokens, step.num_outputs)
         after = tuple(self._done.values())
         moment = program.run(
-            start, stop, bucket, embeds=embeds, begins=begins, ends=ends, after=after
+            start,
+            stop,
+            bucket,
+            embeds=embeds,
+            begins=begins,
+            ends=ends,
+            after=after,
+            passes=passes,
         )
         self._device.compute.wait(moment)
         self._done[moment.queue] = moment

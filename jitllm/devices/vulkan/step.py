@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+
 from jitllm.devices.host import Limits
 from jitllm.devices.vulkan.arena import DeviceSpan
 from jitllm.devices.vulkan.staging import Staging
-from jitllm.kernels.op import (
-    PANEL_TOKENS,
-    Ctx,
-)
+from jitllm.kernels.op import ALL_KEYS, PANEL_TOKENS, Ctx
 from jitllm.kernels.sample import RECORD_BYTES
 
 
@@ -16,9 +16,11 @@ class StepLayout:
     """Where the parts of a step's memory lie: context words, sampling records, then arrays."""
 
     def __init__(self, limits: Limits) -> None:
+        self.rows = limits.rows
         self.sizes = {
             Ctx.SAMPLING: RECORD_BYTES * limits.outputs,
             Ctx.TABLES: 8 * limits.rows,
+            Ctx.RANGES: 16 * limits.rows,
             Ctx.TOKENS: 4 * limits.tokens,
             Ctx.POSITIONS: 4 * limits.tokens,
             Ctx.ROW_OF: 4 * limits.tokens,
@@ -53,6 +55,7 @@ class DeviceStep:
             start = layout.offsets[word]
             return view[start : start + layout.sizes[word]]
 
+        part(Ctx.RANGES).cast("q")[:] = array("q", ALL_KEYS * layout.rows)
         self.records = part(Ctx.SAMPLING)
         self.tables = part(Ctx.TABLES).cast("Q")
         self.tokens, self.positions = part(Ctx.TOKENS).cast("i"), part(Ctx.POSITIONS).cast("i")
@@ -83,6 +86,15 @@ class DeviceStep:
     def upload(self) -> None:
         """Bring it to the device, before whatever is submitted next."""
         self._staging.upload([self.change])
+
+    def ranges(self, ranges: Iterable[tuple[int, int]]) -> tuple[DeviceSpan, bytes]:
+        """What to write where, so that attention takes these keys of each row; of the rows that
+        are not named it takes none."""
+        keys = array("q", bytes(16 * self._layout.rows))
+        for row, (start, stop) in enumerate(ranges):
+            keys[2 * row : 2 * row + 2] = array("q", (start, stop))
+        size = self._layout.sizes[Ctx.RANGES]
+        return self._span.part(self._layout.offsets[Ctx.RANGES], size), keys.tobytes()
 
     def fetch_records(self, num_outputs: int) -> None:
         """The first records as the device has them; waits for all that was submitted."""
