@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 from typing import TypeVar
 
 from actors.actor import Message, Ref
@@ -36,6 +37,7 @@ from jitllm.engine import (
     Delta,
     DeviceUse,
     EngineStats,
+    KvSpill,
     Moved,
     Pages,
     ParkedIn,
@@ -118,6 +120,7 @@ class Client:
             tier=devices[0].tier,
             context_tokens=devices[0].context_tokens,
             kv_idle_bytes=sum(device.kv_idle_bytes for device in devices),
+            kv_spill=reduce(KvSpill.plus, (device.kv_spill for device in devices), KvSpill()),
             placement=scheduler.placement,
             devices=tuple(
                 _use(name, self._sites[name].node, scheduler.placement, *use)

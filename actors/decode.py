@@ -67,7 +67,7 @@ class Decode:
     """Steps after a first one that was written down and samples for every sequence.
 
     seats: of the spans. num_left: steps that there is room for after the first. describe: writes
-    any step down.
+    any step down. starts: the first position of each sequence in the step that was written last.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Decode:
         self._num_left = num_left
         self._describe = describe
         self._positions = [span.stop - 1 for span in spans]
+        self.starts = [span.start for span in spans]
         self._num_outputs = sum(span.num_outputs for span in spans)
         self._wants_top = any(s.num_top(span) for s, span in zip(seats, spans, strict=True))
 
@@ -102,7 +103,7 @@ class Decode:
         if any(token in seat.stop_ids for token, seat in zip(tokens, self._seats, strict=True)):
             return False
         self._num_left -= 1
-        self._positions = [position + 1 for position in self._positions]
+        self._positions = self.starts = [position + 1 for position in self._positions]
         if self._spans is not None:
             pairs = zip(self._spans, tokens, strict=True)
             self._describe(tuple(span.next(token) for span, token in pairs))

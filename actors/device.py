@@ -12,7 +12,7 @@ import mmap
 from array import array
 from collections.abc import Awaitable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from ctypes import c_char_p, c_void_p, cast, string_at
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,7 @@ from actors.messages import (
     Unpack,
     Unpacked,
 )
+from actors.overflow import Overflow
 from actors.parts import Parts
 from actors.supply import Supply
 from jitllm.devices import memory
@@ -152,6 +153,7 @@ class Device(Actor):
         self._streamed: frozenset[int] = frozenset()
         self._seats: dict[int, Seat] = {}
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
+        self._overflow = Overflow(pages, self._compute, self._halt)
         self._flight: _Flight | None = None
         self._is_short = False  # since the last step that took pages
         self._problem = ""
@@ -257,6 +259,7 @@ class Device(Actor):
             compiled_kernels=self._compiled_kernels,
             compile_s=self._compile_s,
             memory=self._supply.memory(),
+            kv_spill=self._overflow.totals,
         )
 
     @property
@@ -353,7 +356,7 @@ class Device(Actor):
             max(pages.num_sets(seat.promised_tokens) - pages.num_taken(sequence), 0)
             for sequence, seat in self._seats.items()
         )
-        reserved = await self._supply.charge(pages.held_bytes + promised * pages.set_bytes)
+        reserved = await self._supply.charge(pages.promised_bytes(promised))
         pages.shrink(reserved.spare_bytes)
         return reserved
 
@@ -425,6 +428,7 @@ class Device(Actor):
         self._check(message)
         for span in message.spans:
             await self._grow(span.sequence, span.stop)
+        await self._overflow.fit((span.sequence, span.start, span.stop) for span in message.spans)
         self._is_short = self._lacks_pages()
         self._describe(message.spans)
         if message.hidden is not None:
@@ -539,7 +543,8 @@ class Device(Actor):
             lease = await self._supply.acquire(start, message.stop) if is_any else None
             stop = start if lease is None else min(lease.stop, message.stop)
             work = partial(
-                self._runner.run,
+                self._run_blocks,
+                [(span.sequence, span.start) for span in message.spans],
                 start,
                 stop,
                 embeds=is_first and message.hidden is None,
@@ -552,6 +557,24 @@ class Device(Actor):
                 if lease is not None:
                     await self._supply.release(lease)
             start, is_first = stop, False
+
+    def _run_blocks(
+        self,
+        rows: Iterable[tuple[int, int]],
+        start: int,
+        stop: int,
+        *,
+        embeds: bool,
+        begins: bool,
+        ends: bool,
+    ) -> None:
+        """In the compute thread: blocks [start, stop) of a step that was described.
+
+        rows: sequences, and the first position of each that is computed.
+        """
+        passes = self._overflow.passes(rows, range(start, stop))
+        with closing(passes):
+            self._runner.run(start, stop, embeds=embeds, begins=begins, ends=ends, passes=passes)
 
     @property
     def _is_alone(self) -> bool:
@@ -591,9 +614,11 @@ class Device(Actor):
     def _fly(self, flight: _Flight, decode: Decode, loop: asyncio.AbstractEventLoop) -> None:
         """In the compute thread: step after step, until there is a reason to ask."""
         try:
+            sequences = [span.sequence for span in flight.spans]
             goes_on = True
             while goes_on:
-                self._runner.run(0, self._head, embeds=True, begins=True, ends=True)
+                rows = zip(sequences, decode.starts, strict=True)
+                self._run_blocks(rows, 0, self._head, embeds=True, begins=True, ends=True)
                 outcome = decode.outcome()
                 goes_on = flight.goes_on and decode.advance(outcome)
                 loop.call_soon_threadsafe(self._land, flight, outcome, not goes_on)
@@ -728,7 +753,8 @@ class Device(Actor):
         if num_bytes:
             tables = partial(self._copies, message.blocks, pieces, out=True)
             start = self._outbox.address + self._hidden_bytes
-            await self._runner.pack(tables, num_bytes, start)
+            async with self._overflow.at_hand(message.blocks, pieces, is_written=False):
+                await self._runner.pack(tables, num_bytes, start)
         data = self._carried(self._hidden_bytes, num_bytes, inline=message.inline)
         seconds = perf_counter() - began_s
         return Parcel(message.blocks, pieces, data, seconds, message.epoch, message.number)
@@ -784,18 +810,22 @@ class Device(Actor):
         """Copy what is in a parcel, from position `first` on, into the pages of its sequences."""
         began_s = perf_counter()
         num_pages = 0
-        for piece in parcel.pieces:
-            if (seat := self._seats.get(piece.sequence)) is None:
-                continue  # it ended while this was on its way
+        # Some may have ended while this was on its way.
+        pieces = [piece for piece in parcel.pieces if piece.sequence in self._seats]
+        for piece in pieces:
+            seat = self._seats[piece.sequence]
             await self._grow(piece.sequence, piece.stop)
             start = max(piece.start, first)
             seat.memory.write(start, array("i", piece.tokens[start - piece.start :]))
             size = self._pages.page_tokens
             num_pages += len(parcel.blocks) * (-(-piece.stop // size) - start // size)
         tables = partial(self._copies, parcel.blocks, parcel.pieces, out=False, first=first)
+        await self._overflow.fit_around(pieces)
         if num_pages:
+            at_hand = self._overflow.at_hand(parcel.blocks, pieces, is_written=True, first=first)
             with self._readable(parcel.data) as address:
-                await self._runner.unpack(tables, parcel.num_bytes, address)
+                async with at_hand:
+                    await self._runner.unpack(tables, parcel.num_bytes, address)
         return Unpacked(num_pages, perf_counter() - began_s)
 
     @property

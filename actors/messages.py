@@ -16,6 +16,7 @@ from jitllm.config import ResolvedConfig
 from jitllm.devices.memory import Handle
 from jitllm.engine import (
     Delta,
+    KvSpill,
     Logits,
     Moved,
     MoveTotals,
@@ -397,6 +398,8 @@ class DeviceStats:
     """What compiling or linking the kernels took."""
     memory: DeviceMemory | None = None
     """Of the device's own, if it has one."""
+    kv_spill: KvSpill = KvSpill()
+    """Beyond the budget of keys and values, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

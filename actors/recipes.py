@@ -44,8 +44,10 @@ from jitllm.kernels.op import Op, Weight
 from jitllm.kernels.sample import Sample
 from jitllm.memory.columns import Columns
 from jitllm.memory.history import History
+from jitllm.memory.page_file import PageFile
 from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.pages import KvPages
+from jitllm.memory.spill import Spill
 from jitllm.models.graph import Graph
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.plan import Budget
@@ -206,12 +208,15 @@ class ModelOnDevice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecipe(ModelOnDevice):
     """A CPU device. threads: 0 for as many as are ours there. cpus: which CPUs they keep to; empty
-    for any. is_alone: no other device has blocks of the model."""
+    for any. is_alone: no other device has blocks of the model. kv_budget_sets: page sets that may
+    be in memory, the others are in a file in `kv_folder`; 0 for any number."""
 
     tier: str
     threads: int
     cpus: frozenset[int]
     is_alone: bool
+    kv_budget_sets: int = 0
+    kv_folder: Path | None = None
 
     async def make(self) -> Device:
         """See `Recipe`. Raises `JitllmError` when memory or the pager's frames cannot be had."""
@@ -229,8 +234,7 @@ class DeviceRecipe(ModelOnDevice):
             compiler = Compiler(choose(self.tier), self.cache)
             threads = self.threads or default_threads()
             team = owned.enter_context(Team(threads, compiler, self.cpus))
-            pages, span = self._kv_pages(memory)
-            owned.enter_context(span)
+            pages = self._kv_pages(memory, owned)
             began_s = perf_counter()
             build = partial(
                 HostProgram,
@@ -273,12 +277,14 @@ class DeviceRecipe(ModelOnDevice):
             )
         raise AssertionError("unreachable")
 
-    def _kv_pages(self, memory: Memory) -> tuple[KvPages, Span]:
+    def _kv_pages(self, memory: Memory, owned: ExitStack) -> KvPages:
+        """Pages whose memory, and file, end with the device."""
         sizes, capacity = self.page_bytes, self.num_page_sets
         try:
-            # A huge page would span columns of blocks that are not here.
+            # A huge page would span columns of blocks that are not here, or that come and go.
             num_bytes = capacity * Columns(sizes).stride_bytes
-            span = memory.reserve(num_bytes, huge_pages=self.is_alone)
+            huge_pages = self.is_alone and not self.kv_budget_sets
+            span = owned.enter_context(memory.reserve(num_bytes, huge_pages=huge_pages))
         except JitllmError as error:
             raise JitllmError(
                 f"{error.problem} (KV of {self.limits.rows} sequences of "
@@ -286,7 +292,13 @@ class DeviceRecipe(ModelOnDevice):
                 "lower -ctx or raise the limit (ulimit -v)",
             ) from error
         pages = VirtualPages(span.address, sizes, span.release)
-        return KvPages(pages, self.page_tokens, capacity, columns=()), span
+        spill: Spill | None = None
+        if self.kv_budget_sets and self.kv_folder is not None:
+            file = PageFile(self.kv_folder, pages.layout, capacity)
+            windows = [kv.window for kv in self.graph.kv]
+            spill = Spill(pages, file, self.kv_budget_sets, self.page_tokens, windows)
+            owned.callback(spill.close)
+        return KvPages(pages, self.page_tokens, capacity, columns=(), spill=spill)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,10 @@ from jitllm.formats.jlm import Container, Header
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.jit.tiers import available, choose
+from jitllm.kernels.kv_write import page_bytes
 from jitllm.kernels.op import Rows
 from jitllm.memory.budget import probe as probe_memory
+from jitllm.memory.columns import Columns
 from jitllm.memory.history import History
 from jitllm.memory.host import HostReport, host_devices
 from jitllm.models.graph import Graph
@@ -50,6 +52,7 @@ from jitllm.schedule.place import BlockCost, Room, place
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.placement_map import parse_map
 from jitllm.schedule.plan import Budget
+from jitllm.units import format_size
 
 if TYPE_CHECKING:
     from actors.cluster import Cluster
@@ -298,6 +301,8 @@ async def open_engine(
                     threads=share.num_threads,
                     cpus=share.cpus or frozenset(),
                     is_alone=len(chosen) == 1,
+                    kv_budget_sets=_kv_budget_sets(config, graph, settings["page_tokens"]),
+                    kv_folder=_park_folder(config),
                     **settings,
                 )
             made = await runtime.start(
@@ -504,6 +509,27 @@ def _park_folder(config: ResolvedConfig) -> Path:
     return (default_directory() or Path(gettempdir()) / "jitllm") / "kv"
 
 
+def _kv_budget_sets(config: ResolvedConfig, graph: Graph, page_tokens: int) -> int:
+    """Page sets of all blocks that the budget of keys and values holds; 0 where there is none.
+
+    A device with some of the blocks keeps as many sets of its own. Raises `UsageError` for a budget
+    that holds no set.
+    """
+    if not config.kv_budget_bytes:
+        return 0
+    sizes = [
+        page_bytes(kv.kv_heads, kv.k_dim, kv.v_dim, page_tokens, config.kv_type) for kv in graph.kv
+    ]
+    set_bytes = Columns(sizes).stride_bytes
+    if config.kv_budget_bytes < set_bytes:
+        raise UsageError(
+            f"-kv-budget {format_size(config.kv_budget_bytes)} does not hold {page_tokens} "
+            f"positions in {graph.num_blocks} blocks",
+            f"the least is {format_size(set_bytes)}, or less with a smaller -page-size",
+        )
+    return config.kv_budget_bytes // set_bytes
+
+
 def _context_tokens(config: ResolvedConfig, graph: Graph) -> int:
     return min(config.ctx_tokens or graph.context_length, graph.context_length)
 
@@ -514,8 +540,13 @@ def _page_tokens(config: ResolvedConfig, context_tokens: int) -> int:
 
 
 def _limits(config: ResolvedConfig, graph: Graph) -> Limits:
-    """Every row that samples needs an output, and each of those takes 12 bytes a token id."""
+    """Every row that samples needs an output, and each of those takes 12 bytes a token id. What a
+    step computes of a prompt has to leave half of a budget of keys and values to what was before.
+    """
     rows = config.max_batch or DEFAULT_ROWS
-    tokens = max(config.prompt_chunk_tokens, rows)
+    chunk_tokens = config.prompt_chunk_tokens
+    if num_sets := _kv_budget_sets(config, graph, config.page_size_tokens):
+        chunk_tokens = min(chunk_tokens, max(num_sets // 2, 1) * config.page_size_tokens)
+    tokens = max(chunk_tokens, rows)
     outputs = max(LOGITS_BYTES // (4 * graph.vocab), rows)
     return Limits(tokens=tokens, outputs=min(outputs, tokens), rows=rows)

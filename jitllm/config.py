@@ -74,7 +74,11 @@ class EngineConfig:
     """How short the time slices are when there is no room for the keys and values of everybody, 1
     to 100; 0: who came first is served to the end. None: 0."""
     kv_cache: str | None = None
-    """Folder for keys and values of sequences that wait; None: the user's cache."""
+    """Folder for keys and values of sequences that wait, and of those beyond `kv_budget_bytes`;
+    None: the user's cache."""
+    kv_budget_bytes: int | None = None
+    """Most host memory that keys and values take; the oldest of what is beyond goes to `kv_cache`.
+    None or 0: all of them stay in memory."""
     max_batch: int | None = None
     """Sequences that one step may hold; None: as many as the engine is made for."""
 
@@ -91,6 +95,7 @@ class EngineConfig:
         _at_least("-fairness", self.fairness, 0)
         _at_most("-fairness", self.fairness, 100)
         _at_least("-vram", self.vram_bytes, 0)
+        _at_least("-kv-budget", self.kv_budget_bytes, 0)
         _at_least("-gpu-layers", self.gpu_layers, -1)
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
@@ -101,6 +106,11 @@ class EngineConfig:
         if not 0 < self.move_share < 1:
             raise UsageError(
                 f"a move cannot take {self.move_share} of the time", "choose from 0.01 to 0.99"
+            )
+        if self.kv_budget_bytes and self.kv_cache is None:
+            raise UsageError(
+                "-kv-budget needs a folder for the keys and values that it has no room for",
+                "name one with -kv-cache",
             )
         if self.placement_strict and self.placement is None:
             raise UsageError("-placement-strict is about a -placement", "give one, or leave it out")

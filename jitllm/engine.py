@@ -231,8 +231,8 @@ class DeviceUse:
     head if `has_head`. placed, placed_bytes: blocks whose weights are served there, those that are
     on their way to it too. resident, frames: of those, how many are in memory and how many can be.
     page_tokens: positions in a page of keys and values. kv_pages: pages that sequences hold, and
-    kv_bytes: what they take. fixed_bytes: what is never paged. A device with memory of its own has
-    a budget of its own: allocated_bytes is what its driver took, 0 for a CPU.
+    kv_bytes: what those in memory take. fixed_bytes: what is never paged. A device with memory of
+    its own has a budget of its own: allocated_bytes is what its driver took, 0 for a CPU.
     """
 
     name: str
@@ -305,6 +305,26 @@ class ParkTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class KvSpill:
+    """Keys and values that a budget has no room for in memory.
+
+    num_bytes: what is in a file now. bytes_read, bytes_written: of pages, so far.
+    """
+
+    num_bytes: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def plus(self, other: KvSpill) -> KvSpill:
+        """Both together."""
+        return KvSpill(
+            self.num_bytes + other.num_bytes,
+            self.bytes_read + other.bytes_read,
+            self.bytes_written + other.bytes_written,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of a served model."""
 
@@ -313,13 +333,14 @@ class EngineStats:
     waiting: int
     steps: int
     kv_bytes: int
-    """Keys and values of sequences that run."""
+    """Keys and values of sequences that run, as far as they are in memory."""
     scratch_bytes: int
     threads: int
     tier: str
     context_tokens: int
     kv_idle_bytes: int = 0
     """Keys and values of prefixes that are kept in case a prompt begins with them."""
+    kv_spill: KvSpill = KvSpill()
     placement: Placement = field(default_factory=lambda: Placement.all_on("cpu:0", 0))
     devices: tuple[DeviceUse, ...] = ()
     """Those that live, in the order of -devices."""

@@ -226,7 +226,18 @@ _ENGINE_FLAGS = (
         None,
         "-kv-cache",
         metavar="DIR",
-        help="Where keys and values of requests that are parked go; default: the user's cache.",
+        help="Where keys and values go of requests that are parked, and those beyond -kv-budget; "
+        "default: the user's cache.",
+    ),
+    _flag(
+        "kv_budget",
+        str | None,
+        None,
+        "-kv-budget",
+        metavar="SIZE",
+        help="The most memory of the host for keys and values: 2G, 512M or bytes; the oldest of "
+        "what is beyond goes to -kv-cache, and is read again for each token. Default, and 0: as "
+        "much as they need.",
     ),
     _flag(
         "no_fallback",
@@ -390,6 +401,7 @@ def _config(
     relocate: Any,
     fairness: int | None,
     kv_cache: str | None,
+    kv_budget: str | None,
     no_fallback: bool,
     no_gpu_fallback: bool,
     move_share: int,
@@ -416,6 +428,7 @@ def _config(
         relocate=relocate,
         fairness=fairness,
         kv_cache=kv_cache,
+        kv_budget_bytes=None if kv_budget is None else parse_size(kv_budget, "-kv-budget"),
         fallback=not no_fallback,
         gpu_fallback=not no_gpu_fallback,
         move_share=_within(move_share, 1, 99, "-move-share") / 100,

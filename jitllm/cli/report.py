@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jitllm.cli.reply import Rates
-from jitllm.engine import DeviceUse, EngineStats, Pages
+from jitllm.engine import DeviceUse, EngineStats, KvSpill, Pages
 from jitllm.errors import one_line
 from jitllm.units import counted, format_duration, format_rate, format_size
 
@@ -49,8 +49,23 @@ def after(rates: Rates, stats: EngineStats, page_ins_per_token: float) -> list[s
             f"{format_size(pages.bytes_read)} read",
             f"{page_ins_per_token:.2f} page-ins per token",
         ),
+        *_spill_lines(stats.kv_spill),
         *_move_lines(stats),
         *(_parts("seam  ", str(trial)) for trial in stats.seam_trials),
+    ]
+
+
+def _spill_lines(spill: KvSpill) -> list[str]:
+    """Keys and values that their budget had no room for, if there were any."""
+    if not spill.bytes_written:
+        return []
+    return [
+        _parts(
+            "keys  ",
+            f"{format_size(spill.num_bytes)} in a file",
+            f"{format_size(spill.bytes_read)} read",
+            f"{format_size(spill.bytes_written)} written",
+        )
     ]
 
 
@@ -110,6 +125,7 @@ def engine_json(loaded: Loaded, stats: EngineStats) -> dict[str, Any]:
         "open_s": loaded.open_s,
         "compiled_kernels": loaded.compiled_kernels,
         "compile_s": loaded.compile_s,
+        "kv_spill": asdict(stats.kv_spill),
     }
 
 

@@ -100,6 +100,10 @@ class VirtualPages:
         start = self._base + page_set * self.layout.stride_bytes
         return array("Q", [start + offset for offset in self.layout.offsets])
 
+    def address(self, page_set: int, column: int) -> int:
+        """Of one page of a set."""
+        return self._base + page_set * self.layout.stride_bytes + self.layout.offsets[column]
+
     def give(self, page_set: int, columns: Iterable[int]) -> None:
         """See `PageMemory`."""
         start = page_set * self.layout.stride_bytes

@@ -13,19 +13,21 @@ tokens, no budget.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jitllm.errors import OverBudget
 from jitllm.memory.arrivals import Arrivals
 from jitllm.memory.page_memory import Entries, PageMemory
 from jitllm.memory.prefix import PrefixIndex
+from jitllm.memory.spill import Spill
 
 # every set is one of
 #   free    nobody holds it, its memory is given back
 #   held    in the tables of one sequence or more; in the index too, once it is full
 #   idle    in the index only
 # a held set may lack positions of columns that are on their way; then it is not in the index
+# with a budget, what a held or an idle set contains may be in a file (`jitllm.memory.spill`)
 
 
 @dataclass(slots=True)
@@ -42,8 +44,8 @@ class Table:
 class KvPages:
     """The page sets of a device: at most `capacity`.
 
-    columns: the blocks whose columns are held, by default all. set_bytes: what a set takes of
-    memory.
+    columns: the blocks whose columns are held, by default all. spill: where sets go that a budget
+    has no room for. set_bytes: what a set takes of memory.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class KvPages:
         page_tokens: int,
         capacity: int,
         columns: Iterable[int] | None = None,
+        spill: Spill | None = None,
     ) -> None:
+        self.spill = spill
         self.page_tokens = page_tokens
         self.capacity = capacity
         self._memory = memory
@@ -90,13 +94,31 @@ class KvPages:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the sets that sequences hold; a set that several hold counts once."""
-        return len(self._holders) * self.set_bytes
+        """Memory of the sets that sequences hold; a set that several hold counts once."""
+        return self._memory_of(self._holders)
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the sets that are kept for sequences to come."""
-        return self._index.num_idle * self.set_bytes
+        """Memory of the sets that are kept for sequences to come."""
+        return self._memory_of(self._index.idle())
+
+    @property
+    def spilled_bytes(self) -> int:
+        """What is in a file in place of memory."""
+        return 0 if self.spill is None else len(self.spill.spilled) * self.set_bytes
+
+    def _memory_of(self, sets: Collection[int]) -> int:
+        num_sets = len(sets)
+        if self.spill is not None and self.spill.spilled:
+            num_sets -= sum(page_set in self.spill.spilled for page_set in sets)
+        return num_sets * self.set_bytes
+
+    def promised_bytes(self, num_more: int) -> int:
+        """Memory that sequences take once they hold so many sets more: a budget at the most."""
+        num_sets = len(self._holders) + num_more
+        if self.spill is not None:
+            num_sets = min(num_sets, self.spill.budget_sets)
+        return num_sets * self.set_bytes
 
     def open(self, sequence: int, max_tokens: int, digests: Sequence[bytes] = ()) -> int:
         """Give a sequence a table for up to `max_tokens` positions.
@@ -111,6 +133,8 @@ class KvPages:
             raise OverBudget(f"page table of {max_tokens} positions", 8 * slots, 0)
         table = self._tables[sequence] = Table(entries)
         for page_set in self._index.find(digests):
+            if self.spill is not None and self.spill.has_failed and page_set in self.spill.spilled:
+                break  # it is computed again
             if page_set not in self._holders:
                 self._index.hold(page_set)
             self._append(table, page_set)
@@ -151,6 +175,12 @@ class KvPages:
     def num_taken(self, sequence: int) -> int:
         """Sets in a sequence's table."""
         return len(self._tables[sequence].sets)
+
+    def sets(self, sequence: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """The sets of a sequence's table that have positions of [start, stop), in order; by default
+        all of them."""
+        last = None if stop is None else self.num_sets(stop)
+        return self._tables[sequence].sets[start // self.page_tokens : last]
 
     def table_address(self, sequence: int) -> int:
         """Address of a sequence's entries."""
@@ -273,6 +303,8 @@ class KvPages:
                 self._reclaim()
             page_set = self._free.pop()
             if self._memory.take(page_set, self._columns):
+                if self.spill is not None:
+                    self.spill.take(page_set)
                 return page_set
             self._free.append(page_set)
             if not self._index.num_idle:
@@ -286,6 +318,8 @@ class KvPages:
         self._give_back(page_set)
 
     def _give_back(self, page_set: int) -> None:
+        if self.spill is not None:
+            self.spill.give(page_set)
         self._memory.give(page_set, self._columns)
         self._arrivals.forget(page_set)
         self._free.append(page_set)
@@ -298,6 +332,8 @@ class KvPages:
         idle = self._index.idle()
         assert sorted([*held, *idle, *self._free]) == list(range(self.capacity))
         assert all(s in held or s in idle or s not in self._index for s in range(self.capacity))
+        if self.spill is not None:
+            self.spill.check({*held, *idle})
         self._arrivals.check()
         assert self._arrivals.columns <= self._columns
         assert self._arrivals.sets <= held.keys()

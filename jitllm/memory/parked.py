@@ -11,17 +11,16 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from jitllm.errors import DiskFull, JitllmError
+from jitllm.errors import JitllmError
+from jitllm.memory.nameless import open_nameless, refusal
 from jitllm.units import format_size
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WHAT = "a parked history"
 
 
 class Layout:
@@ -79,16 +78,8 @@ class FileStore:
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder = folder
         self._num_bytes = num_bytes
+        self._fd = open_nameless(folder, _WHAT)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd, path = tempfile.mkstemp(dir=folder)
-        except OSError as error:
-            raise JitllmError(
-                f"nothing can be parked in {folder}: {error.strerror}",
-                "name another folder with -kv-cache",
-            ) from error
-        try:
-            os.unlink(path)
             self._reserve()
         except BaseException:
             self.close()
@@ -136,16 +127,7 @@ class FileStore:
             os.close(fd)
 
     def _refusal(self, error: OSError) -> JitllmError:
-        if error.errno in _FULL:
-            free_bytes = 0
-            with suppress(OSError):
-                found = os.fstatvfs(self._fd)
-                free_bytes = found.f_bavail * found.f_frsize
-            return DiskFull(self._folder, self._num_bytes, free_bytes)
-        return JitllmError(
-            f"a parked history in {self._folder}: {error.strerror}",
-            "name another folder with -kv-cache",
-        )
+        return refusal(error, self._folder, self._fd, _WHAT, self._num_bytes)
 
 
 class MemoryStore:

@@ -24,7 +24,9 @@ from tests.models.native import Reply, opened
 
 SOAK_S = float(os.environ.get("JITLLM_SOAK_S", "8"))
 NUM_SESSIONS = 8
-SESSIONS = tuple(f"session {number}" for number in range(NUM_SESSIONS))
+NUM_STREAMS = 16
+"""Replies at once where a budget of keys and values is too small for them."""
+KV_BUDGET_BYTES = 300 << 10
 MOVE_EVERY_S, PARK_EVERY_S = 0.05, 0.03
 DEVICES = ("cpu:0", "cpu:1")
 TEXT = tuple(range(7, 300, 3))
@@ -60,6 +62,7 @@ class Soak:
     engine: Engine
     expected: list[tuple[Any, ...]]
     budgets: tuple[int, ...]
+    sessions: tuple[str, ...]
     dice: random.Random = field(default_factory=lambda: random.Random(1))
     counts: Counter[str] = field(default_factory=Counter)
     is_over: bool = False
@@ -95,9 +98,9 @@ class Soak:
         """At the end nobody is parked."""
         parked: set[str] = set()
         while not self.is_over or parked:
-            name = self.dice.choice(SESSIONS)
+            name = self.dice.choice(self.sessions)
             to: ParkedIn = self.dice.choice(("disk", "memory"))
-            if self.is_over or len(parked) > NUM_SESSIONS // 2 or name in parked:
+            if self.is_over or len(parked) > len(self.sessions) // 2 or name in parked:
                 name = self.dice.choice(sorted(parked))
                 parked.discard(name)
                 with suppress(UnknownSession):  # its reply has ended
@@ -117,7 +120,7 @@ class Soak:
 
     async def run(self, num_blocks: int) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for name in SESSIONS:
+            for name in self.sessions:
                 tasks.create_task(self.reply_again_and_again(name))
             tasks.create_task(self.park_and_resume())
             tasks.create_task(self.come_and_leave())
@@ -137,12 +140,15 @@ async def at_rest(engine: Engine) -> EngineStats:
     return await engine.stats()
 
 
-async def soaked(engine: Engine, expected: list[tuple[Any, ...]]) -> None:
+async def soaked(
+    engine: Engine, expected: list[tuple[Any, ...]], num_sessions: int = NUM_SESSIONS
+) -> None:
     """Let everything happen, and see that all that was taken is given back."""
     start = await at_rest(engine)
     full = start.pages.budget_bytes
     needed = start.pages.fixed_bytes + start.placement.num_blocks * (1 << 18)
-    soak = Soak(engine, expected, (full, full, 2 * needed, needed, needed // 2))
+    sessions = tuple(f"session {number}" for number in range(num_sessions))
+    soak = Soak(engine, expected, (full, full, 2 * needed, needed, needed // 2), sessions)
     await soak.run(start.placement.num_blocks)
     await engine.set_budget(full)
     end = await at_rest(engine)
@@ -150,8 +156,8 @@ async def soaked(engine: Engine, expected: list[tuple[Any, ...]]) -> None:
     print(
         f"{SOAK_S:.0f} s: {dict(soak.counts)}, {end.steps} steps, {end.moved_blocks} blocks moved"
     )
-    print(f"{end.move_totals}; {totals}; evictions {end.pages.evictions}")
-    assert soak.counts["replies"] > NUM_SESSIONS
+    print(f"{end.move_totals}; {totals}; evictions {end.pages.evictions}; {end.kv_spill}")
+    assert soak.counts["replies"] > num_sessions
     assert soak.counts["moves"] > 3
     assert totals.parks > 3
     assert totals.resumes > 0
@@ -189,5 +195,22 @@ async def test_every_reply_is_what_it_is_in_peace_and_everything_is_given_back(
     before = Holdings.now()
     async with opened(path, kv_cache=str(tmp_path), **CHOICES) as loaded:
         await soaked(loaded.engine, expected)
+        assert os.listdir(tmp_path) == []
+    await before.are_back()
+
+
+@pytest.mark.timeout(SOAK_S * 4 + 120)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+async def test_the_same_while_keys_and_values_are_put_away_and_read_again(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("JITLLM_POISON", "1")
+    path: Path = tiny_model(name, "q8_0")
+    expected = await in_peace(path)
+    before = Holdings.now()
+    budget = {"kv_cache": str(tmp_path), "kv_budget_bytes": KV_BUDGET_BYTES}
+    async with opened(path, **budget, **CHOICES) as loaded:
+        await soaked(loaded.engine, expected, NUM_STREAMS)
+        assert (await loaded.engine.stats()).kv_spill.bytes_read > 0
         assert os.listdir(tmp_path) == []
     await before.are_back()

@@ -172,7 +172,7 @@ def test_what_goes_wrong_is_said_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(JitllmError, match=r"nothing can be parked in .*; name another folder"):
+    with pytest.raises(JitllmError, match=r"a parked history cannot go to .*; name another folder"):
         FileStore(tmp_path / "file", 10)
     store = FileStore(tmp_path, 10)
     with pytest.raises(JitllmError, match="ends 3 B too early"):

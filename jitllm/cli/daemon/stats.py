@@ -74,11 +74,16 @@ def _lines(found: dict[str, Any], before: dict[str, Any] | None) -> str:
         if passed_s > 0 and m["id"] in steps_before:
             text += f" ({(m['steps'] - steps_before[m['id']]) / passed_s:.1f} a second)"
         text += (
-            f"   KV {format_size(m['kv_bytes'])}   scratch {format_size(m['scratch_bytes'])}   "
+            f"   KV {format_size(m['kv_bytes'])}{_spilled(m['kv_spill'])}   "
+            f"scratch {format_size(m['scratch_bytes'])}   "
             f"{counted(m['threads'], 'thread')} of {m['tier']}\n"
         )
         text += "".join(f"{line}\n" for line in (*device_lines(m["devices"]), *moves_line(m)))
     return text
+
+
+def _spilled(spill: dict[str, int]) -> str:
+    return f" + {format_size(spill['num_bytes'])} in a file" if spill["num_bytes"] else ""
 
 
 command = verb(stats, EXAMPLES)

@@ -1,0 +1,120 @@
+"""Keys and values of a device beyond their budget: when they leave memory, and when they come back.
+
+What is read and written is so in the device's compute thread, between two steps or, for the passes
+of attention, within one. Knows sequences, positions and pages. Without a budget there is nothing to
+do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+from actors.messages import Piece
+from jitllm.devices.host import Pass
+from jitllm.engine import KvSpill
+from jitllm.errors import JitllmError
+from jitllm.log import logger
+from jitllm.memory.pages import KvPages
+from jitllm.memory.passes import Row
+
+R = TypeVar("R")
+
+_log = logger(__name__)
+
+
+class Overflow:
+    """See above. compute: the thread that computes. halt: has it rest."""
+
+    def __init__(
+        self, pages: KvPages, compute: Executor, halt: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._pages = pages
+        self._compute = compute
+        self._halt = halt
+
+    @property
+    def totals(self) -> KvSpill:
+        """What was read and written so far, and what is in the file."""
+        spill = self._pages.spill
+        if spill is None:
+            return KvSpill()
+        return KvSpill(self._pages.spilled_bytes, spill.bytes_read, spill.bytes_written)
+
+    async def fit(self, spans: Iterable[tuple[int, int, int]]) -> None:
+        """Have all sets that a step writes in memory, and of the others what has room there.
+
+        spans: (sequence, first position, end). Raises `JitllmError` for a file that fails; nothing
+        is lost then.
+        """
+        spill, pages = self._pages.spill, self._pages
+        if spill is None:
+            return
+        written = {page_set for span in spans for page_set in pages.sets(*span)}
+        if back := sorted(written.intersection(spill.spilled)):
+            await self._do(partial(spill.bring_back, back, pages.columns))
+        await self._put_surplus_away(written)
+
+    async def fit_around(self, pieces: Iterable[Piece]) -> None:
+        """Have in memory what has room there; what pieces are about goes last. Raises as `fit`."""
+        if self._pages.spill is not None:
+            await self._put_surplus_away(self._sets(pieces))
+
+    async def _put_surplus_away(self, wanted: set[int]) -> None:
+        spill, pages = self._pages.spill, self._pages
+        if spill is None or not (gone := spill.surplus(wanted)):
+            return
+        try:
+            await self._do(partial(spill.put_away, gone, pages.columns))
+        except JitllmError as error:
+            pages.shrink(0)  # what is only kept is given up before a reply is
+            if spill.surplus(wanted):
+                raise
+            _log.warning("%s; prefixes that were kept are given up", error)
+
+    def _sets(self, pieces: Iterable[Piece], first: int = 0) -> set[int]:
+        return {
+            page_set
+            for piece in pieces
+            for page_set in self._pages.sets(piece.sequence, max(piece.start, first), piece.stop)
+        }
+
+    @asynccontextmanager
+    async def at_hand(
+        self, blocks: Iterable[int], pieces: Iterable[Piece], *, is_written: bool, first: int = 0
+    ) -> AsyncIterator[None]:
+        """Within it, pages of pieces are in memory, from position `first` on.
+
+        is_written: what they hold at its end is what they shall hold. Raises as `fit` does.
+        """
+        spill = self._pages.spill
+        if spill is None:
+            yield
+            return
+        sets = self._sets(pieces, first)
+        absent = frozenset((s, block) for s in sets.intersection(spill.spilled) for block in blocks)
+        if not absent:
+            yield
+            return
+        await self._do(partial(spill.bring, absent))
+        try:
+            yield
+        finally:
+            await self._do(partial(spill.put, absent, is_written=is_written))
+
+    def passes(self, rows: Iterable[tuple[int, int]], blocks: range) -> Generator[Pass, None, None]:
+        """The passes of a step's attention, none where all that it looks at is in memory; see
+        `Spill.passes`. rows: sequences, and the first position of each that is computed."""
+        spill, pages = self._pages.spill, self._pages
+        if spill is not None and spill.spilled:
+            looking = [Row(pages.sets(sequence), start) for sequence, start in rows]
+            yield from spill.passes(looking, blocks, pages.set_bytes)
+
+    async def _do(self, work: Callable[[], R]) -> R:
+        """In the compute thread, while no step runs there."""
+        await self._halt()
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -1,0 +1,233 @@
+"""Keys and values larger than their budget: which page sets are in memory, which in a file.
+
+A set keeps its addresses wherever its content is; what is in the file has no memory behind them.
+The sets that came first go first. Attention looks at what is in the file in passes
+(`jitllm.memory.passes`): pages of one block come to where they belong, are looked at and go, while
+those of the next pass are on their way. As every step looks at all of a history, what stays in
+memory stays, and a step reads what is not there once.
+
+Knows sets, columns and a file. Knows no tokens. What reads and writes is for the thread that
+computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from jitllm.devices.host import Pass
+from jitllm.memory.page_file import PageFile
+from jitllm.memory.page_memory import VirtualPages
+from jitllm.memory.passes import Row, Stretch, stretches
+
+NUM_IN_FLIGHT = 8
+"""Reads at once."""
+
+READ_BYTES = 512 << 10
+"""Most bytes of a read, unless a page has more."""
+
+PASSING_PART = 4
+"""One part in so many of a budget that does not hold everything is for pages that pass through."""
+
+MAX_PASS_BYTES = 8 << 20
+"""More at once would not be faster."""
+
+Pages = frozenset[tuple[int, int]]
+"""Pages of single blocks: (set, column)."""
+
+
+class Spill:
+    """The sets of `memory` that are in use. budget_sets: most of them that are in memory.
+
+    windows: of each block, 0 for all keys. has_failed: something could not be read, so what is in
+    the file is good for nobody who can do without.
+    """
+
+    def __init__(
+        self,
+        memory: VirtualPages,
+        file: PageFile,
+        budget_sets: int,
+        page_tokens: int,
+        windows: Sequence[int],
+    ) -> None:
+        self._memory = memory
+        self._file = file
+        self._page_tokens = page_tokens
+        self._windows = windows
+        self.budget_sets = budget_sets
+        self._present: dict[int, None] = {}  # the one that came first is the first one
+        self._spilled: set[int] = set()
+        self._readers = ThreadPoolExecutor(NUM_IN_FLIGHT, "jitllm kv")
+        self.has_failed = False
+        self.bytes_read = 0
+        self.bytes_written = 0
+
+    @property
+    def spilled(self) -> Collection[int]:
+        """The sets whose content is in the file."""
+        return self._spilled
+
+    # --- which sets are where ----------------------------------------------------------------
+
+    def take(self, page_set: int) -> None:
+        """A set is in use from now on, and in memory."""
+        self._present[page_set] = None
+
+    def give(self, page_set: int) -> None:
+        """A set is not in use any more."""
+        self._present.pop(page_set, None)
+        if page_set in self._spilled:
+            self._spilled.remove(page_set)
+            if not self._spilled:
+                self._file.clear()
+                self.has_failed = False
+
+    def surplus(self, wanted: Collection[int]) -> list[int]:
+        """Sets that have to go, so that what is in memory fits; none of those that are `wanted`."""
+        num_sets = self.budget_sets
+        if self._spilled or len(self._present) > num_sets:
+            num_sets -= max(num_sets // PASSING_PART, 1)
+        num_gone = len(self._present) - num_sets
+        if num_gone <= 0:
+            return []
+        return [page_set for page_set in self._present if page_set not in wanted][:num_gone]
+
+    def put_away(self, sets: Iterable[int], columns: Collection[int]) -> None:
+        """Write sets to the file, and give their memory back. Raises `DiskFull` or `JitllmError`:
+        those that were not written stay."""
+        for page_set in sets:
+            self._write((page_set, column) for column in columns)
+            self._memory.give(page_set, columns)
+            del self._present[page_set]
+            self._spilled.add(page_set)
+
+    def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
+        """Read sets from the file, to stay in memory. Raises `JitllmError`."""
+        for page_set in sets:
+            self.bring(frozenset((page_set, column) for column in columns))
+            self._spilled.remove(page_set)
+            self._present[page_set] = None
+
+    def check(self, sets: Collection[int]) -> None:
+        """What must hold at every moment; sets: those that are in use."""
+        assert self._spilled.isdisjoint(self._present)
+        assert self._spilled.union(self._present) == set(sets)
+
+    # --- single pages ------------------------------------------------------------------------
+
+    def bring(self, pages: Pages) -> None:
+        """Have pages of spilled sets in memory, until `put`. Raises `JitllmError`: then none is."""
+        try:
+            self._finish(self._begin(pages))
+        except BaseException:
+            self._release(pages)
+            raise
+
+    def put(self, pages: Pages, *, is_written: bool) -> None:
+        """Give their memory back; is_written: what they hold now is what the file shall hold."""
+        try:
+            if is_written:
+                self._write(pages)
+        finally:
+            self._release(pages)
+
+    def _begin(self, pages: Pages) -> list[Future[int]]:
+        """Reads of pages, those of a column in neighbouring sets together."""
+        reads: list[Future[int]] = []
+        run: list[tuple[int, int]] = []
+        for column, page_set in sorted((column, page_set) for page_set, column in pages):
+            size = self._memory.layout.num_bytes((column,))
+            is_next = run and run[-1] == (column, page_set - 1)
+            if run and not (is_next and (len(run) + 1) * size <= READ_BYTES):
+                reads.append(self._submit(run))
+                run = []
+            run.append((column, page_set))
+        if run:
+            reads.append(self._submit(run))
+        return reads
+
+    def _submit(self, run: list[tuple[int, int]]) -> Future[int]:
+        column, first_set = run[0]
+        addresses = [self._memory.address(page_set, column) for _, page_set in run]
+        return self._readers.submit(self._file.read, first_set, column, addresses)
+
+    def _finish(self, reads: Sequence[Future[int]]) -> None:
+        wait(reads)
+        try:
+            for read in reads:
+                self.bytes_read += read.result()
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def _write(self, pages: Iterable[tuple[int, int]]) -> None:
+        for page_set, column in pages:
+            address = self._memory.address(page_set, column)
+            self.bytes_written += self._file.write(page_set, column, address)
+
+    def _release(self, pages: Iterable[tuple[int, int]]) -> None:
+        for page_set, column in pages:
+            self._memory.give(page_set, (column,))
+
+    # --- passes ------------------------------------------------------------------------------
+
+    def passes(
+        self, rows: Sequence[Row], blocks: Iterable[int], set_bytes: int
+    ) -> Generator[Pass, None, None]:
+        """The passes of a step's blocks, in order; of blocks that need one only there is none.
+
+        Each is asked for when the one before it is computed; close the iterator. set_bytes: what a
+        set takes of memory here. Raises `JitllmError`.
+        """
+        plans: dict[tuple[int, int], list[Stretch]] = {}
+        passes: list[tuple[int, Stretch]] = []
+        for block in blocks:
+            key = self._windows[block], self._num_passing(block, set_bytes)
+            if key not in plans:
+                window, max_sets = key
+                plans[key] = stretches(
+                    rows,
+                    self._spilled,
+                    window=window,
+                    page_tokens=self._page_tokens,
+                    max_sets=max_sets,
+                )
+            if len(plans[key]) > 1:
+                passes += ((block, stretch) for stretch in plans[key])
+        return self._stream(passes)
+
+    def _num_passing(self, block: int, set_bytes: int) -> int:
+        """Sets whose pages of a block may be in memory for a pass, while those of the next one are
+        on their way."""
+        page_bytes = self._memory.layout.num_bytes((block,))
+        passing_bytes = self.budget_sets // PASSING_PART * set_bytes // 2
+        return max(min(passing_bytes, MAX_PASS_BYTES) // page_bytes, 1)
+
+    def _stream(self, passes: list[tuple[int, Stretch]]) -> Generator[Pass, None, None]:
+        wanted = [frozenset((s, block) for s in stretch.sets) for block, stretch in passes]
+        here: Pages = frozenset()
+        coming: Pages = frozenset()
+        reads: list[Future[int]] = []
+        try:
+            for index, (block, stretch) in enumerate(passes):
+                if not index:
+                    coming = wanted[0]
+                    reads = self._begin(coming)
+                self._finish(reads)
+                here, coming, reads = here | coming, frozenset(), []
+                if index + 1 < len(passes):
+                    coming = wanted[index + 1] - here
+                    reads = self._begin(coming)
+                yield Pass(block, stretch.ranges)
+                gone = here - wanted[index + 1] if index + 1 < len(passes) else here
+                self._release(gone)
+                here -= gone
+        finally:
+            wait(reads)  # nobody may write into memory that was given back
+            self._release(here | coming)
+
+    def close(self) -> None:
+        """Give the file back; nothing is read any more."""
+        self._readers.shutdown()
+        self._file.close()

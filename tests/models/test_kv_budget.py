@@ -1,0 +1,219 @@
+"""A budget of keys and values costs reads, and changes no bit of any reply."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitllm.engine import Engine, Outputs, Request, Sampling
+from jitllm.errors import DiskFull, JitllmError, PlacementError, UsageError
+from tests.conftest import TinyModel
+from tests.models.kv_memory import LongReply, columns_of, long_reply
+from tests.models.native import Reply, opened, replies, reply
+from tests.models.served import in_child
+from tests.models.shapes import Shape, write_container
+
+PROMPT = tuple(7 + (at * at * 31 + at * 17) % 300 for at in range(300))
+REQUESTS = (
+    Request(PROMPT, max_tokens=60),
+    Request(PROMPT[:200], max_tokens=40, chunk_tokens=30),
+    Request(PROMPT[50:180], max_tokens=80, sampling=Sampling(temperature=0.8, seed=3)),
+    Request(PROMPT[:90], max_tokens=0, outputs=Outputs.ALL),
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever leaves memory is overwritten, so that a look at it would show."""
+    monkeypatch.setenv("JITLLM_POISON", "1")
+
+
+async def quiet(path: Path, page_tokens: int, requests: Sequence[Request]) -> tuple[Any, int]:
+    """Bits of each reply alone, without a budget; what a page set takes."""
+    async with opened(path, page_size_tokens=page_tokens, threads=1) as loaded:
+        set_bytes = columns_of(loaded).stride_bytes
+        return [(await reply(loaded.engine, one)).bits for one in requests], set_bytes
+
+
+@pytest.mark.parametrize("page_tokens", [4, 16, 64])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral3"])
+async def test_replies_alone_and_together_are_what_they_are_without_a_budget(
+    name: str, page_tokens: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tiny_model(name)
+    expected, set_bytes = await quiet(path, page_tokens, REQUESTS)
+    budget_bytes = max(40 // page_tokens, 1) * set_bytes
+    choices = {"kv_budget_bytes": budget_bytes, "kv_cache": str(tmp_path)}
+    async with opened(path, page_size_tokens=page_tokens, threads=2, **choices) as loaded:
+        engine = loaded.engine
+        for _ in range(2):  # the second time prefixes are there, and some of them in the file
+            for asked, bits in zip(REQUESTS, expected, strict=True):
+                assert (await reply(engine, asked)).bits == bits
+        together = await replies(engine, REQUESTS * 2)
+        assert [one.bits for one in together] == expected * 2
+        stats = await engine.stats()
+        assert stats.kv_spill.bytes_read > 0
+        assert stats.kv_bytes == 0
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_step_reads_what_is_not_in_memory(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Steps that differ in nothing but how many they are."""
+    path = tiny_model("llama")
+    _, set_bytes = await quiet(path, 16, ())
+    choices = {"kv_budget_bytes": 8 * set_bytes, "kv_cache": str(tmp_path)}
+    read = []
+    for max_tokens in (3, 13):  # positions up to 300 are written: none takes a page more
+        async with opened(path, page_size_tokens=16, **choices) as loaded:
+            await reply(loaded.engine, Request(PROMPT[:289], max_tokens=max_tokens))
+            read.append((await loaded.engine.stats()).kv_spill.bytes_read)
+    num_sets, num_resident = 19, 6
+    assert read[1] - read[0] == 10 * (num_sets - num_resident) * set_bytes
+
+
+async def test_a_conversation_goes_on_with_what_was_put_away(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tiny_model("gemma3")
+    turns = (Request(PROMPT[:200], max_tokens=20), Request(PROMPT, max_tokens=20))
+    expected, set_bytes = await quiet(path, 16, turns)
+    choices = {"kv_budget_bytes": 4 * set_bytes, "kv_cache": str(tmp_path)}
+    async with opened(path, page_size_tokens=16, **choices) as loaded:
+        assert (await reply(loaded.engine, turns[0])).bits == expected[0]
+        assert (await loaded.engine.stats()).kv_spill.num_bytes > 0
+        cached = 0
+        async for delta in loaded.engine.generate(turns[1]):
+            if delta.usage is not None:
+                cached = delta.usage.cached_tokens
+        assert cached >= 100
+        assert (await reply(loaded.engine, turns[1])).bits == expected[1]
+
+
+DEVICES = ("cpu:0", "cpu:1")
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+async def test_blocks_move_with_what_was_put_away(
+    name: str, seed: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tiny_model(name)
+    asked = [replace(one, max_tokens=100) for one in REQUESTS[:3]]
+    expected, set_bytes = await quiet(path, 16, asked)
+    choices: dict[str, Any] = {
+        "devices": ",".join(DEVICES),
+        "page_sizes": ((DEVICES[0], 16), (DEVICES[1], 4)),
+        "threads": 2,
+        "move_share": 0.99,
+        "kv_budget_bytes": 6 * set_bytes,
+        "kv_cache": str(tmp_path),
+    }
+    dice, num_moves = random.Random(seed), 0
+    async with opened(path, strict=True, **choices) as loaded:
+        engine = loaded.engine
+        tasks = [asyncio.create_task(reply(engine, one)) for one in asked]
+        while not all(task.done() for task in tasks):
+            blocks = [b for b in range(loaded.graph.num_blocks) if dice.random() < 0.5]
+            if blocks:
+                await _moved(engine, blocks, dice.choice(DEVICES))
+                num_moves += 1
+            await asyncio.sleep(0.01)
+        assert [(await task).bits for task in tasks] == expected
+        assert (await engine.stats()).kv_spill.bytes_read > 0
+    assert num_moves > 3
+
+
+async def _moved(engine: Engine, blocks: list[int], to: str) -> None:
+    with suppress(PlacementError):  # they are there
+        await engine.move(blocks, to)
+
+
+async def test_parked_requests_come_back_to_a_budget(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = tiny_model("llama")
+    asked = replace(REQUESTS[0], max_tokens=120, name="long")
+    expected, set_bytes = await quiet(path, 16, [asked])
+    choices = {"kv_budget_bytes": 4 * set_bytes, "kv_cache": str(tmp_path)}
+    async with opened(path, page_size_tokens=16, **choices) as loaded:
+        whole = Reply()
+        async for delta in loaded.engine.generate(replace(asked, logits=True)):
+            whole.add(delta)
+            if len(whole.ids) in (20, 50, 80):
+                await loaded.engine.park("long")
+                await loaded.engine.resume("long")
+        stats = await loaded.engine.stats()
+        assert whole.bits == expected[0]
+        assert stats.park_totals.resumes == 3
+        assert stats.kv_spill.bytes_read > 0
+
+
+async def test_a_disk_that_fails_ends_the_replies_that_need_it_and_no_others(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("llama")
+    short = Request(PROMPT[:40], max_tokens=5)
+    expected, set_bytes = await quiet(path, 16, [short, REQUESTS[0]])
+    choices = {"kv_budget_bytes": 8 * set_bytes, "kv_cache": str(tmp_path)}
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    async with opened(path, page_size_tokens=16, **choices) as loaded:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwrite", full)
+            with pytest.raises(DiskFull):
+                await reply(loaded.engine, REQUESTS[0])
+            assert (await reply(loaded.engine, short)).bits == expected[0]
+        assert (await reply(loaded.engine, REQUESTS[0])).bits == expected[1]
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "preadv", full)
+            with pytest.raises(JitllmError, match="beyond -kv-budget|needs"):
+                await reply(loaded.engine, REQUESTS[0])
+            assert (await reply(loaded.engine, short)).bits == expected[
+                0
+            ]  # of which there was much
+        assert (await reply(loaded.engine, REQUESTS[0])).bits == expected[1]
+
+
+async def test_a_budget_that_holds_nothing_or_has_no_store_is_an_error(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="-kv-budget needs a folder .*; name one with -kv-cache"):
+        async with opened(tiny_model("llama"), kv_budget_bytes=1 << 20):
+            pass
+    with pytest.raises(UsageError, match=r"-kv-budget 100 B does not hold 64 positions .* least"):
+        async with opened(tiny_model("llama"), kv_budget_bytes=100, kv_cache=str(tmp_path)):
+            pass
+    (tmp_path / "file").write_text("in the way")
+    folder = str(tmp_path / "file")
+    with pytest.raises(JitllmError, match="cannot go to .*; name another folder"):
+        async with opened(tiny_model("llama"), kv_budget_bytes=1 << 20, kv_cache=folder):
+            pass
+
+
+@pytest.mark.parametrize("num_tokens", [3000, pytest.param(24000, marks=pytest.mark.slow)])
+def test_a_tenth_of_the_memory_holds_a_long_prompt(
+    num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel says is resident, against the budget; and the same bits."""
+    monkeypatch.delenv("JITLLM_POISON")  # it keeps what was given back
+    path = write_container(tmp_path / "long.jlm", Shape(blocks=2, width=128, context=24576))
+    asked = {"path": path, "num_tokens": num_tokens, "max_tokens": 4}
+    config = {"maxmem_bytes": 1 << 30}
+    whole = LongReply(**in_child(long_reply, **asked, choices=config))
+    kv_bytes = -(-num_tokens // 64) * whole.set_bytes
+    assert whole.peak_bytes >= kv_bytes * 0.99
+    budget = {"kv_budget_bytes": kv_bytes // 10, "kv_cache": str(tmp_path / "spilled")}
+    tight = LongReply(**in_child(long_reply, **asked, choices={**config, **budget}))
+    print(f"{num_tokens} tokens, {kv_bytes} bytes: {tight}")
+    assert tight.digest == whole.digest
+    assert tight.spilled_bytes > 0.85 * kv_bytes
+    assert tight.peak_bytes <= kv_bytes // 10 + whole.set_bytes
