@@ -438,12 +438,22 @@ class Scheduler(Actor):
             await self._wake.wait()
 
     async def _relieve(self, error: OutOfPages) -> None:
-        """Make room on a device that had none for a reply, or end that one."""
+        """Make room on a device that had none for a reply; else that one waits until others have
+        ended, or ends where there are none."""
         reply = self._replies[error.sequence]
-        if not await self._seam.make_room(error):
-            async with self._stepping:
-                if not reply.is_done:
-                    await self._end(reply, Finish.ERROR, self._seam.refusal(error))
+        if await self._seam.make_room(error):
+            return
+        async with self._stepping:
+            if len(self._running) > 1 and reply.sequence in self._running:
+                try:
+                    await self._park(reply.sequence, "disk", self._waiting, is_slice=True)
+                    return
+                except Stopped:  # all begin again
+                    return
+                except JitllmError as hindrance:
+                    _log.warning("a reply cannot wait for room: %s", hindrance)
+            if not reply.is_done:
+                await self._end(reply, Finish.ERROR, self._seam.refusal(error))
 
     async def _drop_cancelled(self) -> None:
         for request_id in list(self._cancelled):
@@ -498,6 +508,11 @@ class Scheduler(Actor):
             await self._parker.restore(sequence, opened.num_cached)
         except Stopped:
             raise
+        except OutOfPages as error:  # it was said to fit, and does not by a little
+            await self._route.close(sequence.id)
+            if not self._running:
+                raise
+            return Refused(error.needed_bytes, error.budget_bytes)
         except JitllmError as error:
             if not self._falls_back:
                 await self._route.close(sequence.id)

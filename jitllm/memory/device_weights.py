@@ -105,8 +105,8 @@ class DeviceWeights:
             size = self._size(lacking[0])
             while (span := self._arena.take(size)) is None:
                 if not self.slots.narrow(1):
-                    need = sum(map(self._size, lacking))
-                    return max(need - self._arena.room_bytes, 1)
+                    missing = sum(map(self._size, lacking)) - self._arena.room_bytes
+                    return missing if missing > 0 else size  # there is room, but not in one piece
             self._spans[lacking.pop(0)] = span
         return 0
 

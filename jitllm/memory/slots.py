@@ -73,8 +73,9 @@ class Slots:
             pass
         if self._spans or not blocks:
             return 0
-        missing, self.blocks = self.slot_bytes, ()
-        return max(missing - self._arena.room_bytes, 1)
+        size, self.blocks = self.slot_bytes, ()
+        missing = size - self._arena.room_bytes
+        return missing if missing > 0 else size  # there is room, but not in one piece
 
     def widen(self, spare_bytes: int) -> bool:
         """Take what room there is but for so much, up to a slot for each block; whether blocks

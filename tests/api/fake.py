@@ -107,6 +107,8 @@ class FakeEngine:
     placement: Placement = field(default_factory=lambda: Placement.all_on("cpu:0", 4))
     moves: list[Moved] = field(default_factory=list)
     declines: tuple[Decline, ...] = ()
+    sent_home: int = 0
+    brought_back: int = 0
     losses: int = 0
     lost: tuple[str, ...] = ()
     move_gate: asyncio.Event | None = None
@@ -209,6 +211,8 @@ class FakeEngine:
             moved_blocks=2 * len(self.moves),
             move_totals=totals,
             last_move=self.moves[-1] if self.moves else None,
+            sent_home=self.sent_home,
+            brought_back=self.brought_back,
             losses=self.losses,
             lost=self.lost,
         )

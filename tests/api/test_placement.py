@@ -163,12 +163,14 @@ async def test_a_move_that_an_unload_overtakes_says_so(
 async def test_moves_are_metrics(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for blocks in ("0:2", "2"):
         await placed(client, move={"blocks": blocks, "to": "cpu:1"})
-    engine.losses = 3
+    engine.losses, engine.sent_home, engine.brought_back = 3, 5, 4
     page = (await client.get("/metrics")).text
     values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     expected = {
         'jitllm_moves_total{model="fake"}': 2,
         'jitllm_moved_blocks_total{model="fake"}': 4,
+        'jitllm_blocks_sent_home_total{model="fake"}': 5,
+        'jitllm_blocks_brought_back_total{model="fake"}': 4,
         'jitllm_move_pause_seconds_count{model="fake"}': 2,
         'jitllm_move_pause_seconds_sum{model="fake"}': 0.005,
         'jitllm_move_prepare_seconds_sum{model="fake"}': 1.0,

@@ -75,7 +75,7 @@ class FakeEngine:
     """Answers every request with `says` and EOS, over and over if EOS does not stop it.
 
     delay_s: between two tokens. fails_at: the error comes instead of that token. frames: a budget
-    that holds so many blocks pages the others in every step.
+    that holds so many blocks pages the others in every step. more: other fields of its `stats`.
     """
 
     says: bytes = b"Hello, world"
@@ -89,6 +89,7 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     num_cancelled: int = 0
     steps: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
     page_ins: int = 0
     is_closed: bool = False
 
@@ -168,7 +169,8 @@ class FakeEngine:
             fixed_bytes=DENSE_BYTES,
             over_budget_bytes=self.over_budget_bytes,
         )
-        return EngineStats(pages, 0, 0, self.steps, 1 << 20, 0, 2, "plain", self.context_tokens)
+        context = self.context_tokens
+        return EngineStats(pages, 0, 0, self.steps, 1 << 20, 0, 2, "plain", context, **self.more)
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         return (await self.stats()).pages

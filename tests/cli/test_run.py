@@ -6,6 +6,8 @@ import pytest
 
 from jitllm.engine import Sampling
 from jitllm.errors import PageError
+from jitllm.schedule.placement import Placement
+from jitllm.schedule.seam_trial import SeamTrial
 from tests.cli.fake import BOS, EOS, NUM_BLOCKS, Jitllm, Opener, Stdin
 
 
@@ -113,6 +115,27 @@ def test_a_tight_budget_is_announced(jitllm: Jitllm, opener: Opener) -> None:
     assert "* OVER BUDGET by 3.00 MiB" in lines[3]
     assert "2 of 4 blocks fit" in lines[4]
     assert "about 2.7 page-ins per token" in lines[4]
+
+
+def test_blocks_that_moved_are_reported(jitllm: Jitllm, opener: Opener) -> None:
+    trial = SeamTrial("vulkan:0", 2, 4, 1.5, 0.03)
+    opener.engine.more = {
+        "moves": 3,
+        "sent_home": 2,
+        "brought_back": 1,
+        "seam_trials": (trial,),
+        "placement": Placement(("vulkan:0", "cpu:0"), "vulkan:0"),
+    }
+    *_, moves, seam = jitllm("run", "m.jlm", "-n", "5", "hi").err.splitlines()
+    assert moves == (
+        "moves    3 moves   blocks are at 0=vulkan:0,1=cpu:0,head=vulkan:0   "
+        "2 blocks went to the host for room   1 came back"
+    )
+    assert seam == (
+        "seam     2 blocks on vulkan:0 instead of 4: 1.50 times as fast, within 3%; it stays so"
+    )
+    report = jitllm("run", "m.jlm", "-n", "5", "-json", "hi").json
+    assert (report["moves"], report["sent_home"], report["brought_back"]) == (3, 2, 1)
 
 
 @pytest.mark.parametrize(("flag", "field"), [("-top-p", "top_p"), ("-temp", "temperature")])

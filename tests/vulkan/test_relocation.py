@@ -14,8 +14,10 @@ import pytest
 
 from actors import device
 from jitllm.compose import Loaded
+from jitllm.devices.runner import SeatMemory
+from jitllm.devices.vulkan.runner import VulkanRunner
 from jitllm.engine import Delta, EngineStats, Request, Sampling
-from jitllm.errors import OutOfPages, UsageError
+from jitllm.errors import OutOfPages, OverBudget, UsageError
 from jitllm.schedule import sequence
 from tests.conftest import TinyModel
 from tests.models.native import Reply, opened, replies, reply
@@ -117,19 +119,21 @@ async def test_blocks_go_home_one_by_one_and_come_back_after_a_short_request(
     check_quantised([found, short, again], [*expected, expected[0]])
 
 
+@pytest.mark.parametrize("relocate", ["on", "off"])
 async def test_many_replies_that_outgrow_it_together(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, relocate: str
 ) -> None:
-    """They are promised little, and become long."""
+    """They are promised little, and become long. Where no block goes home, some of them wait."""
     for module in (sequence, device):
         monkeypatch.setattr(module, "MIN_PROMISED_TOKENS", 16)
     model = tiny_model("llama")
     expected = await on_the_host(model, MANY)
-    async with with_room(model, 1 << 20) as loaded:
+    async with with_room(model, 1 << 20, relocate=relocate) as loaded:
         found = await replies(loaded.engine, MANY)
         stats = await loaded.engine.stats()
-    assert stats.steps < sum(len(reply.ids) for reply in found) // 2  # they ran together
-    assert stats.sent_home > 0
+    assert stats.steps < sum(len(reply.ids) for reply in found)  # they ran together
+    assert (stats.sent_home > 0) == (relocate == "on")
+    assert (stats.park_totals.slices > 0) == (relocate == "off")
     assert stats.losses == 0
     check(found, expected)
 
@@ -176,6 +180,36 @@ async def test_without_relocation_the_reply_ends_with_an_error_and_its_history_i
     assert rest[-1].usage.cached_tokens >= len(history) // 16 * 16 - 16
     assert (stats.sent_home, stats.moves) == (0, 0)
     assert str(stats.placement) == f"0-2={GPU},head={GPU}"
+
+
+async def test_a_seat_needs_room_too(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is none for what kernels read of a request, a block goes home before it runs."""
+    model = tiny_model("llama")
+    expected = await on_the_host(model, [SHORT])
+    refusals = [OverBudget("history of a reply", 4 << 10, 0)]
+    seat = VulkanRunner.seat
+
+    def refusing(self: VulkanRunner, *args: Any, **more: Any) -> SeatMemory:
+        if refusals:
+            raise refusals.pop()
+        return seat(self, *args, **more)
+
+    monkeypatch.setattr(VulkanRunner, "seat", refusing)
+    async with with_room(model, 1 << 20) as loaded:
+        found = await reply(loaded.engine, SHORT)
+        stats = await all_back(loaded)
+    assert stats.sent_home == 1
+    check([found], expected)
+
+
+async def test_who_wants_no_fallback_gets_no_relocation_unasked(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama", "q8_0")
+    async with with_room(model, 320 << 10, gpu_fallback=False) as loaded:
+        with pytest.raises(OutOfPages, match="-relocate on"):
+            await reply(loaded.engine, LONG)
+        assert (await loaded.engine.stats()).moves == 0
 
 
 @pytest.mark.parametrize(
