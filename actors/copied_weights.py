@@ -71,6 +71,7 @@ class CopiedWeights:
         self._throttle: Throttle | None = None
         self._parts: frozenset[int] = frozenset()
         self._streamed: frozenset[int] = frozenset()
+        self._spilled_bytes = 0
         self._coming: asyncio.Task[None] | None = None
 
     async def begin(self, me: Ref, host_bytes: int) -> None:
@@ -170,8 +171,8 @@ class CopiedWeights:
                 await self._pager.ask(Place(slots.blocks, dense=False))
         return missing
 
-    async def charge(self, kv_bytes: int) -> Reserved:
-        """See `Supply`."""
+    async def charge(self, kv_bytes: int, spilled_bytes: int) -> Reserved:
+        """See `Supply`: what is beyond their budget is in memory of the host."""
         slots, lacking = self._weights.slots, kv_bytes - self._room_bytes
         if slots.blocks and (lacking > 0 or not kv_bytes):
             await self._quiet()
@@ -179,10 +180,15 @@ class CopiedWeights:
             if slots.narrow(lacking) if kv_bytes else slots.widen(spare_bytes):
                 self._rearranged()
         room = self._room_bytes
+        over_budget_bytes = max(kv_bytes - room, 0)
+        if spilled_bytes != self._spilled_bytes:
+            self._spilled_bytes = spilled_bytes
+            host: Reserved = await self._pager.ask(Reserve("kv", spilled_bytes, self._name))
+            over_budget_bytes += host.over_budget_bytes if spilled_bytes else 0
         return Reserved(
             room_bytes=max(room, 0),
             frames=self._weights.num_blocks,
-            over_budget_bytes=max(kv_bytes - room, 0),
+            over_budget_bytes=over_budget_bytes,
             spare_bytes=max(room - kv_bytes, 0),
         )
 

@@ -356,7 +356,9 @@ class Device(Actor):
             max(pages.num_sets(seat.promised_tokens) - pages.num_taken(sequence), 0)
             for sequence, seat in self._seats.items()
         )
-        reserved = await self._supply.charge(pages.promised_bytes(promised))
+        reserved = await self._supply.charge(
+            pages.promised_bytes(promised), pages.beyond_bytes(promised)
+        )
         pages.shrink(reserved.spare_bytes)
         return reserved
 

@@ -57,6 +57,7 @@ class Overflow:
         written = {page_set for span in spans for page_set in pages.sets(*span)}
         if back := sorted(written.intersection(spill.spilled)):
             await self._do(partial(spill.bring_back, back, pages.columns))
+            pages.rewrite(frozenset(back))
         await self._put_surplus_away(written)
 
     async def fit_around(self, pieces: Iterable[Piece]) -> None:
@@ -66,7 +67,13 @@ class Overflow:
 
     async def _put_surplus_away(self, wanted: set[int]) -> None:
         spill, pages = self._pages.spill, self._pages
-        if spill is None or not (gone := spill.surplus(wanted)):
+        if spill is None:
+            return
+        gone = spill.surplus(wanted)
+        if gone and not spill.keeps_idle:
+            pages.shrink(0)
+            gone = spill.surplus(wanted)
+        if not gone:
             return
         try:
             await self._do(partial(spill.put_away, gone, pages.columns))
@@ -75,6 +82,8 @@ class Overflow:
             if spill.surplus(wanted):
                 raise
             _log.warning("%s; prefixes that were kept are given up", error)
+        finally:
+            pages.rewrite(frozenset(gone))
 
     def _sets(self, pieces: Iterable[Piece], first: int = 0) -> set[int]:
         return {
@@ -108,7 +117,7 @@ class Overflow:
 
     def passes(self, rows: Iterable[tuple[int, int]], blocks: range) -> Generator[Pass, None, None]:
         """The passes of a step's attention, none where all that it looks at is in memory; see
-        `Spill.passes`. rows: sequences, and the first position of each that is computed."""
+        `Spilling.passes`. rows: sequences, and the first position of each that is computed."""
         spill, pages = self._pages.spill, self._pages
         if spill is not None and spill.spilled:
             looking = [Row(pages.sets(sequence), start) for sequence, start in rows]

@@ -136,7 +136,8 @@ class ModelOnDevice:
     dense: the pager whose dense region it reads, one for all devices of a node. tensors: where
     weights lie in the extents. is_shared: other devices are in other processes than it. cache:
     compiled kernels. progress: told about kernels that are compiled; it does not travel to another
-    process.
+    process. kv_budget_sets: page sets that may be in the device's memory, the others go elsewhere;
+    0 for any number.
     """
 
     pager: Ref
@@ -150,6 +151,7 @@ class ModelOnDevice:
     is_shared: bool
     cache: ObjectCache
     progress: Compiling | None = None
+    kv_budget_sets: int = 0
 
     @property
     def keeps_dense(self) -> bool:
@@ -208,14 +210,13 @@ class ModelOnDevice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecipe(ModelOnDevice):
     """A CPU device. threads: 0 for as many as are ours there. cpus: which CPUs they keep to; empty
-    for any. is_alone: no other device has blocks of the model. kv_budget_sets: page sets that may
-    be in memory, the others are in a file in `kv_folder`; 0 for any number."""
+    for any. is_alone: no other device has blocks of the model. kv_folder: for a file with the page
+    sets that are not in memory."""
 
     tier: str
     threads: int
     cpus: frozenset[int]
     is_alone: bool
-    kv_budget_sets: int = 0
     kv_folder: Path | None = None
 
     async def make(self) -> Device:

@@ -66,8 +66,9 @@ class Supply(Protocol):
         """
         ...
 
-    async def charge(self, kv_bytes: int) -> Reserved:
-        """What keys and values take from now on, promises included."""
+    async def charge(self, kv_bytes: int, spilled_bytes: int) -> Reserved:
+        """What keys and values take from now on, promises included; spilled_bytes: beyond their
+        budget."""
         ...
 
     def room_bytes(self) -> int | None:
@@ -148,8 +149,8 @@ class LeasedWeights:
         await self._pager.ask(Place(blocks, dense=self._keeps_dense))
         return 0
 
-    async def charge(self, kv_bytes: int) -> Reserved:
-        """See `Supply`."""
+    async def charge(self, kv_bytes: int, spilled_bytes: int) -> Reserved:
+        """See `Supply`: what is beyond their budget is on disk."""
         await self.let_go()
         reserved: Reserved = await self._pager.ask(Reserve("kv", kv_bytes, self._name))
         return reserved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +24,11 @@ from jitllm.devices.vulkan.runner import VulkanRunner
 from jitllm.devices.vulkan.staging import Staging
 from jitllm.formats.jlm_head import expert_places
 from jitllm.jit.slang import SlangCompiler, Target
+from jitllm.kernels.attention.gpu import part_keys
 from jitllm.memory.device_pages import DevicePages
 from jitllm.memory.device_weights import DeviceWeights
 from jitllm.memory.history import History
+from jitllm.memory.host_spill import HostSpill
 from jitllm.memory.pages import KvPages
 
 _STAGE_BYTES = 1 << 20
@@ -58,6 +62,8 @@ class VulkanRecipe(ModelOnDevice):
             def give(span: DeviceSpan) -> None:
                 runner.give(span)
 
+            memory = self._kv_memory(arena, mirrors, give, owned)
+
             weights = DeviceWeights(
                 graph, self.tensors, self.block_bytes, expert_places(self.tensors), arena, give
             )
@@ -74,6 +80,7 @@ class VulkanRecipe(ModelOnDevice):
                 weight_address=weights.address,
                 page_tokens=self.page_tokens,
                 kv_element=self.kv_type,
+                has_passes=self.kv_budget_sets > 0,
             )
             program = await beside(lambda cancelled: build(progress=self.reporting(cancelled)))
             runner = VulkanRunner(
@@ -87,8 +94,18 @@ class VulkanRecipe(ModelOnDevice):
                 parcel_bytes=self.parcel_bytes,
                 unit_bytes=2 if self.kv_type == "f16" else 4,
             )
-            memory = DevicePages(self.page_bytes, mirrors, give)
-            pages = KvPages(memory, self.page_tokens, self.num_page_sets, columns=())
+            spill: HostSpill | None = None
+            if self.kv_budget_sets:
+                windows = [kv.window for kv in graph.kv]
+                spill = HostSpill(
+                    memory,
+                    runner.copy,
+                    runner.wait,
+                    self.kv_budget_sets,
+                    self.page_tokens,
+                    windows,
+                )
+            pages = KvPages(memory, self.page_tokens, self.num_page_sets, columns=(), spill=spill)
             outbox = owned.enter_context(self.outbox())
             supply = CopiedWeights(
                 self.pager,
@@ -115,3 +132,20 @@ class VulkanRecipe(ModelOnDevice):
                 owned=owned.pop_all(),
             )
         raise AssertionError("unreachable")
+
+    def _kv_memory(
+        self,
+        arena: Arena,
+        mirrors: Mirrors,
+        give: Callable[[DeviceSpan], None],
+        owned: ExitStack,
+    ) -> DevicePages:
+        """Memory of pages; with a budget, memory of the host too, and what passes through."""
+        if not self.kv_budget_sets:
+            return DevicePages(self.page_bytes, mirrors, give)
+        host = owned.enter_context(closing(Arena(arena.device, sys.maxsize, is_host=True)))
+        keys = max(part_keys(self.context_tokens), self.page_tokens)
+        num_frames = keys // self.page_tokens
+        pages = DevicePages(self.page_bytes, mirrors, give, host, num_frames)
+        owned.callback(pages.close)
+        return pages

@@ -270,15 +270,17 @@ async def open_engine(
         sites: dict[str, Site] = {}
         for one, share in zip(chosen, shares, strict=True):
             device, pager = one.device, pagers[one.name]
+            page_tokens = dict(config.page_sizes).get(device.name, config.page_size_tokens)
             settings: dict[str, Any] = {
                 "pager": pager,
                 "dense": dense.get(device.node, pager),
                 "graph": graph,
                 "tensors": header.tensors,
                 "limits": limits,
-                "page_tokens": dict(config.page_sizes).get(device.name, config.page_size_tokens),
+                "page_tokens": page_tokens,
                 "kv_type": config.kv_type,
                 "context_tokens": context_tokens,
+                "kv_budget_sets": _kv_budget_sets(config, graph, page_tokens),
                 "is_shared": ray is not None,
                 "cache": cache or ObjectCache(default_directory()),
                 "progress": partial(progress, "compiling kernels")
@@ -301,7 +303,6 @@ async def open_engine(
                     threads=share.num_threads,
                     cpus=share.cpus or frozenset(),
                     is_alone=len(chosen) == 1,
-                    kv_budget_sets=_kv_budget_sets(config, graph, settings["page_tokens"]),
                     kv_folder=_park_folder(config),
                     **settings,
                 )

@@ -77,8 +77,8 @@ class EngineConfig:
     """Folder for keys and values of sequences that wait, and of those beyond `kv_budget_bytes`;
     None: the user's cache."""
     kv_budget_bytes: int | None = None
-    """Most host memory that keys and values take; the oldest of what is beyond goes to `kv_cache`.
-    None or 0: all of them stay in memory."""
+    """Most memory of each device that keys and values take; the oldest of what is beyond goes to
+    `kv_cache`, of a GPU to the host's memory. None or 0: all of them stay in memory."""
     max_batch: int | None = None
     """Sequences that one step may hold; None: as many as the engine is made for."""
 

@@ -235,9 +235,9 @@ _ENGINE_FLAGS = (
         None,
         "-kv-budget",
         metavar="SIZE",
-        help="The most memory of the host for keys and values: 2G, 512M or bytes; the oldest of "
-        "what is beyond goes to -kv-cache, and is read again for each token. Default, and 0: as "
-        "much as they need.",
+        help="The most memory of each device for keys and values: 2G, 512M or bytes; the oldest of "
+        "what is beyond goes to -kv-cache, of a GPU to the host's memory, and is read again for "
+        "each token. Default, and 0: as much as they need.",
     ),
     _flag(
         "no_fallback",

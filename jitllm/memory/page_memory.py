@@ -45,8 +45,13 @@ class PageMemory(Protocol):
         """Have memory for these columns of a set; False, and nothing taken, if there is none."""
         ...
 
-    def addresses(self, page_set: int) -> array[int]:
-        """Of a set's page in every column; anything where there is none."""
+    def address(self, page_set: int, column: int) -> int:
+        """Of a page that is held."""
+        ...
+
+    def places(self, page_set: int, index: int) -> array[int]:
+        """What a table says of a set at an index of it: where kernels find the page of every
+        column; anything where there is none."""
         ...
 
     def give(self, page_set: int, columns: Iterable[int]) -> None:
@@ -95,14 +100,14 @@ class VirtualPages:
         """See `PageMemory`."""
         return True
 
-    def addresses(self, page_set: int) -> array[int]:
+    def address(self, page_set: int, column: int) -> int:
+        """See `PageMemory`."""
+        return self._base + page_set * self.layout.stride_bytes + self.layout.offsets[column]
+
+    def places(self, page_set: int, index: int) -> array[int]:
         """See `PageMemory`."""
         start = self._base + page_set * self.layout.stride_bytes
         return array("Q", [start + offset for offset in self.layout.offsets])
-
-    def address(self, page_set: int, column: int) -> int:
-        """Of one page of a set."""
-        return self._base + page_set * self.layout.stride_bytes + self.layout.offsets[column]
 
     def give(self, page_set: int, columns: Iterable[int]) -> None:
         """See `PageMemory`."""

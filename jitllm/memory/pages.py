@@ -20,14 +20,14 @@ from jitllm.errors import OverBudget
 from jitllm.memory.arrivals import Arrivals
 from jitllm.memory.page_memory import Entries, PageMemory
 from jitllm.memory.prefix import PrefixIndex
-from jitllm.memory.spill import Spill
+from jitllm.memory.spilling import Spilling
 
 # every set is one of
 #   free    nobody holds it, its memory is given back
 #   held    in the tables of one sequence or more; in the index too, once it is full
 #   idle    in the index only
 # a held set may lack positions of columns that are on their way; then it is not in the index
-# with a budget, what a held or an idle set contains may be in a file (`jitllm.memory.spill`)
+# with a budget, what a held or an idle set contains may be in a file (`jitllm.memory.spilling`)
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class KvPages:
         page_tokens: int,
         capacity: int,
         columns: Iterable[int] | None = None,
-        spill: Spill | None = None,
+        spill: Spilling | None = None,
     ) -> None:
         self.spill = spill
         self.page_tokens = page_tokens
@@ -119,6 +119,13 @@ class KvPages:
         if self.spill is not None:
             num_sets = min(num_sets, self.spill.budget_sets)
         return num_sets * self.set_bytes
+
+    def beyond_bytes(self, num_more: int) -> int:
+        """What is away then, because a budget does not hold it."""
+        num_sets = len(self._holders) + num_more
+        if self.spill is None or num_sets <= self.spill.budget_sets:
+            return self.spilled_bytes
+        return max((num_sets - self.spill.kept_sets) * self.set_bytes, self.spilled_bytes)
 
     def open(self, sequence: int, max_tokens: int, digests: Sequence[bytes] = ()) -> int:
         """Give a sequence a table for up to `max_tokens` positions.
@@ -192,7 +199,7 @@ class KvPages:
         table = self._tables[sequence]
         if column not in self._columns or not 0 <= index < len(table.sets):
             raise ValueError(f"sequence {sequence} has no page {index} of block {column}")
-        return table.entries[index * len(self._all) + column]
+        return self._memory.address(table.sets[index], column)
 
     def close(self, sequence: int) -> None:
         """Give a sequence's sets back. Unknown sequences hold nothing."""
@@ -206,10 +213,14 @@ class KvPages:
             if self._holders[page_set]:
                 continue
             del self._holders[page_set]
-            if page_set in self._index:
+            if page_set in self._index and self._may_idle(page_set):
                 self._index.leave(page_set)
             else:
+                self._index.forget(page_set)
                 self._give_back(page_set)
+
+    def _may_idle(self, page_set: int) -> bool:
+        return self.spill is None or self.spill.keeps_idle or page_set not in self.spill.spilled
 
     def shrink(self, max_idle_bytes: int) -> None:
         """Give up idle sets until they take no more than that."""
@@ -294,7 +305,14 @@ class KvPages:
         self._holders[page_set] += 1
 
     def _write(self, table: Table, index: int, page_set: int) -> None:
-        table.entries.write(index * len(self._all), self._memory.addresses(page_set))
+        table.entries.write(index * len(self._all), self._memory.places(page_set, index))
+
+    def rewrite(self, sets: Collection[int]) -> None:
+        """These sets have gone, or have come back: tables say where kernels find them now."""
+        for table in self._tables.values():
+            for index, page_set in enumerate(table.sets):
+                if page_set in sets:
+                    self._write(table, index, page_set)
 
     def _take(self) -> int | None:
         """A free set with memory for its columns; what is idle goes for it."""

@@ -81,6 +81,11 @@ class PrefixIndex:
         """No sequence holds a set of the index any more."""
         self._idle[page_set] = None
 
+    def forget(self, page_set: int) -> None:
+        """A set that is not idle is not found any more, if it ever was."""
+        if (digest := self._digests.pop(page_set, None)) is not None:
+            del self._sets[digest]
+
     def reclaim(self) -> int | None:
         """Forget the least recently used idle set and return it; None when nothing is idle."""
         if not self._idle:

@@ -1,13 +1,9 @@
-"""Keys and values larger than their budget: which page sets are in memory, which in a file.
+"""Page sets that go to a file where a budget has no room for them.
 
 A set keeps its addresses wherever its content is; what is in the file has no memory behind them.
-The sets that came first go first. Attention looks at what is in the file in passes
-(`jitllm.memory.passes`): pages of one block come to where they belong, are looked at and go, while
-those of the next pass are on their way. As every step looks at all of a history, what stays in
-memory stays, and a step reads what is not there once.
-
-Knows sets, columns and a file. Knows no tokens. What reads and writes is for the thread that
-computes.
+For attention, pages of one block come to where they belong, are looked at and go, while those of
+the next pass are on their way. Knows sets, columns and a file. Knows no tokens. What reads and
+writes is for the thread that computes.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from jitllm.devices.host import Pass
 from jitllm.memory.page_file import PageFile
 from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.passes import Row, Stretch, stretches
+from jitllm.memory.spilling import PASSING_PART, Pages, Spilling
 
 NUM_IN_FLIGHT = 8
 """Reads at once."""
@@ -26,21 +23,14 @@ NUM_IN_FLIGHT = 8
 READ_BYTES = 512 << 10
 """Most bytes of a read, unless a page has more."""
 
-PASSING_PART = 4
-"""One part in so many of a budget that does not hold everything is for pages that pass through."""
-
 MAX_PASS_BYTES = 8 << 20
 """More at once would not be faster."""
 
-Pages = frozenset[tuple[int, int]]
-"""Pages of single blocks: (set, column)."""
 
-
-class Spill:
+class Spill(Spilling):
     """The sets of `memory` that are in use. budget_sets: most of them that are in memory.
 
-    windows: of each block, 0 for all keys. has_failed: something could not be read, so what is in
-    the file is good for nobody who can do without.
+    windows: of each block, 0 for all keys.
     """
 
     def __init__(
@@ -51,73 +41,40 @@ class Spill:
         page_tokens: int,
         windows: Sequence[int],
     ) -> None:
+        super().__init__(budget_sets)
         self._memory = memory
         self._file = file
         self._page_tokens = page_tokens
         self._windows = windows
-        self.budget_sets = budget_sets
-        self._present: dict[int, None] = {}  # the one that came first is the first one
-        self._spilled: set[int] = set()
         self._readers = ThreadPoolExecutor(NUM_IN_FLIGHT, "jitllm kv")
-        self.has_failed = False
-        self.bytes_read = 0
-        self.bytes_written = 0
-
-    @property
-    def spilled(self) -> Collection[int]:
-        """The sets whose content is in the file."""
-        return self._spilled
 
     # --- which sets are where ----------------------------------------------------------------
 
-    def take(self, page_set: int) -> None:
-        """A set is in use from now on, and in memory."""
-        self._present[page_set] = None
-
     def give(self, page_set: int) -> None:
-        """A set is not in use any more."""
-        self._present.pop(page_set, None)
-        if page_set in self._spilled:
-            self._spilled.remove(page_set)
-            if not self._spilled:
-                self._file.clear()
-                self.has_failed = False
-
-    def surplus(self, wanted: Collection[int]) -> list[int]:
-        """Sets that have to go, so that what is in memory fits; none of those that are `wanted`."""
-        num_sets = self.budget_sets
-        if self._spilled or len(self._present) > num_sets:
-            num_sets -= max(num_sets // PASSING_PART, 1)
-        num_gone = len(self._present) - num_sets
-        if num_gone <= 0:
-            return []
-        return [page_set for page_set in self._present if page_set not in wanted][:num_gone]
+        """See `Spilling`."""
+        was_away = bool(self._spilled)
+        super().give(page_set)
+        if was_away and not self._spilled:
+            self._file.clear()
+            self.has_failed = False
 
     def put_away(self, sets: Iterable[int], columns: Collection[int]) -> None:
-        """Write sets to the file, and give their memory back. Raises `DiskFull` or `JitllmError`:
-        those that were not written stay."""
+        """See `Spilling`. Raises `DiskFull` too."""
         for page_set in sets:
             self._write((page_set, column) for column in columns)
             self._memory.give(page_set, columns)
-            del self._present[page_set]
-            self._spilled.add(page_set)
+            self._went(page_set)
 
     def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
-        """Read sets from the file, to stay in memory. Raises `JitllmError`."""
+        """See `Spilling`."""
         for page_set in sets:
             self.bring(frozenset((page_set, column) for column in columns))
-            self._spilled.remove(page_set)
-            self._present[page_set] = None
-
-    def check(self, sets: Collection[int]) -> None:
-        """What must hold at every moment; sets: those that are in use."""
-        assert self._spilled.isdisjoint(self._present)
-        assert self._spilled.union(self._present) == set(sets)
+            self._came(page_set)
 
     # --- single pages ------------------------------------------------------------------------
 
     def bring(self, pages: Pages) -> None:
-        """Have pages of spilled sets in memory, until `put`. Raises `JitllmError`: then none is."""
+        """See `Spilling`: they are in memory until `put`."""
         try:
             self._finish(self._begin(pages))
         except BaseException:
@@ -125,7 +82,7 @@ class Spill:
             raise
 
     def put(self, pages: Pages, *, is_written: bool) -> None:
-        """Give their memory back; is_written: what they hold now is what the file shall hold."""
+        """See `Spilling`."""
         try:
             if is_written:
                 self._write(pages)
@@ -175,11 +132,7 @@ class Spill:
     def passes(
         self, rows: Sequence[Row], blocks: Iterable[int], set_bytes: int
     ) -> Generator[Pass, None, None]:
-        """The passes of a step's blocks, in order; of blocks that need one only there is none.
-
-        Each is asked for when the one before it is computed; close the iterator. set_bytes: what a
-        set takes of memory here. Raises `JitllmError`.
-        """
+        """See `Spilling`."""
         plans: dict[tuple[int, int], list[Stretch]] = {}
         passes: list[tuple[int, Stretch]] = []
         for block in blocks:

@@ -17,7 +17,8 @@ from jitllm.errors import DiskFull, JitllmError
 from jitllm.memory.page_file import PageFile
 from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.passes import Row
-from jitllm.memory.spill import PASSING_PART, Spill
+from jitllm.memory.spill import Spill
+from jitllm.memory.spilling import PASSING_PART
 
 SIZES = (100, 9000, 4096)
 STRIDE = 4096 * 5

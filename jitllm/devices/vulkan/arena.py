@@ -1,4 +1,4 @@
-"""One device's memory: an arena cut into spans.
+"""Memory that one device computes on: an arena cut into spans.
 
 The arena takes memory from the driver in chunks and lends spans of them, named by addresses that
 kernels use as they are. Its ledger counts what the driver really took. Knows no blocks, no pages.
@@ -40,12 +40,13 @@ class DeviceSpan:
 class _Chunk:
     """One buffer with its memory, and the pieces of it that nobody has."""
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
+    def __init__(self, device: Device, num_bytes: int, *, is_host: bool) -> None:
         self._device = device
-        self.buffer, self._memory, self.allocated_bytes = allocate(
-            device, num_bytes, device.api.VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT
-        )
         vulkan = device.api
+        wanted, liked = vulkan.VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT, 0
+        if is_host:
+            wanted, liked = host_properties(device)
+        self.buffer, self._memory, self.allocated_bytes = allocate(device, num_bytes, wanted, liked)
         info = vulkan.struct("VkBufferDeviceAddressInfo", buffer=self.buffer)
         # Not through `make`: this function returns its value.
         self.address = int(vulkan.call("vkGetBufferDeviceAddress", device.handle, info))
@@ -82,6 +83,14 @@ class _Chunk:
         """Give it back to the driver."""
         self._device.destroy("vkDestroyBuffer", self.buffer)
         self._device.destroy("vkFreeMemory", self._memory)
+
+
+def host_properties(device: Device) -> tuple[int, int]:
+    """What memory of the host that the device sees has to have, and what it should have."""
+    vulkan = device.api
+    visible = vulkan.VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
+    coherent = vulkan.VK_MEMORY_PROPERTY_HOST_COHERENT_BIT
+    return visible | coherent, vulkan.VK_MEMORY_PROPERTY_HOST_CACHED_BIT
 
 
 def allocate(device: Device, num_bytes: int, wanted: int, liked: int = 0) -> tuple[Any, Any, int]:
@@ -142,15 +151,23 @@ def _memory_type(device: Device, allowed: int, wanted: int, liked: int) -> int:
 class Arena:
     """Spans of a device's memory, at most `budget_bytes` of it by the driver's count.
 
-    name: what people call the device; by default the driver's name.
+    name: what people call the device; by default the driver's name. is_host: it is memory of the
+    host that the device sees.
     """
 
     def __init__(
-        self, device: Device, budget_bytes: int, chunk_bytes: int = CHUNK_BYTES, name: str = ""
+        self,
+        device: Device,
+        budget_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        name: str = "",
+        *,
+        is_host: bool = False,
     ) -> None:
         self.name = name or device.physical.name
         self.device = device
         self.budget_bytes = budget_bytes
+        self._is_host = is_host
         self._chunk_bytes = min(chunk_bytes, device.physical.max_allocation_bytes)
         self._chunks: list[_Chunk] = []
         self.used_bytes = 0
@@ -203,7 +220,7 @@ class Arena:
             if self.allocated_bytes + num_bytes > self.budget_bytes:
                 continue
             try:
-                chunk = _Chunk(self.device, num_bytes)
+                chunk = _Chunk(self.device, num_bytes, is_host=self._is_host)
             except VulkanError as error:
                 if not error.is_out_of_memory:
                     raise
@@ -213,6 +230,10 @@ class Arena:
                 return chunk
             chunk.close()
         return None
+
+    def owns(self, span: DeviceSpan) -> bool:
+        """Whether a span is of this arena."""
+        return span.chunk in self._chunks
 
     def give(self, span: DeviceSpan) -> None:
         """A span comes back; nothing on the device may be using it. Empty chunks go at once."""

@@ -276,6 +276,27 @@ class VulkanProgram:
         self._device.compute.submit(commands)
         self._spent.append(commands)
 
+    def copy(
+        self, pairs: Iterable[tuple[DeviceSpan, DeviceSpan]], after: Iterable[Moment] = ()
+    ) -> None:
+        """Start to copy the first span of each pair to the second one, between what was submitted
+        before and what will be."""
+        vulkan = self._device.api
+        with self._device.compute.recording(once=True) as commands:
+            self._device.barrier(commands)
+            for source, target in pairs:
+                region = vulkan.struct(
+                    "VkBufferCopy",
+                    srcOffset=source.offset,
+                    dstOffset=target.offset,
+                    size=source.num_bytes,
+                )
+                buffers = source.chunk.buffer, target.chunk.buffer
+                vulkan.call("vkCmdCopyBuffer", commands, *buffers, 1, region)
+            self._device.barrier(commands)
+        self._device.compute.submit(commands, after=after)
+        self._spent.append(commands)
+
     def _free_spent(self) -> None:
         if self._spent:
             self._device.compute.wait()

@@ -198,6 +198,14 @@ class VulkanRunner:
         if ends:
             self._fetch_results()
 
+    def copy(self, pairs: Iterable[tuple[DeviceSpan, DeviceSpan]]) -> None:
+        """In the thread of steps: copy spans to others, between what it did and what it will do."""
+        self._program.copy(pairs, after=tuple(self._done.values()))
+
+    def wait(self) -> None:
+        """In the thread of steps: until all of that is done."""
+        self._device.compute.wait()
+
     def _fetch_results(self) -> None:
         """Records, and the likeliest tokens where somebody wants to know them."""
         step, count = self.step, self.step.num_outputs

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from jitllm.devices.vulkan.arena import ALIGN, DeviceSpan, allocate
+from jitllm.devices.vulkan.arena import ALIGN, DeviceSpan, allocate, host_properties
 from jitllm.devices.vulkan.device import Device, Moment, Queue
 
 STAGE_BYTES = 8 << 20
@@ -32,12 +32,8 @@ class Staging:
         self._queue = queue or device.compute
         self._half_bytes = half_bytes
         vulkan = device.api
-        visible = (
-            vulkan.VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | vulkan.VK_MEMORY_PROPERTY_HOST_COHERENT_BIT
-        )
-        cached = vulkan.VK_MEMORY_PROPERTY_HOST_CACHED_BIT
         self._buffer, self._memory, self.allocated_bytes = allocate(
-            device, 2 * half_bytes, visible, cached
+            device, 2 * half_bytes, *host_properties(device)
         )
         pointer = vulkan.make(
             "vkMapMemory", "void*", device.handle, self._memory, 0, 2 * half_bytes, 0

@@ -1,0 +1,107 @@
+"""Keys and values larger than their budget: which page sets are in memory, and which are away.
+
+The sets that came first go first. As every step looks at all of a history, what stays in memory
+stays, and a step brings what is not there once, in passes (`jitllm.memory.passes`): pages of one
+block come, are looked at and go. Where sets go to is for `spill.py` (a file) and `host_spill.py`
+(memory of the host, for a device that has its own) to say. Knows sets and columns. Knows no tokens.
+What moves bytes is for the thread that computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Iterable, Sequence
+from typing import ClassVar
+
+from jitllm.devices.host import Pass
+from jitllm.memory.passes import Row
+
+PASSING_PART = 4
+"""One part in so many of a budget that does not hold everything is for pages that pass through."""
+
+Pages = frozenset[tuple[int, int]]
+"""Pages of single blocks: (set, column)."""
+
+
+class Spilling(ABC):
+    """The sets that are in use. budget_sets: most of them that are in memory. has_failed: something
+    could not be brought, so what is away is good for nobody who can do without."""
+
+    keeps_idle: ClassVar[bool] = True
+    """Whether sets that are only kept for sequences to come may be away."""
+
+    def __init__(self, budget_sets: int) -> None:
+        self.budget_sets = budget_sets
+        self.has_failed = False
+        self._present: dict[int, None] = {}  # the one that came first is the first one
+        self._spilled: set[int] = set()
+        self.bytes_read = 0
+        self.bytes_written = 0
+
+    @property
+    def spilled(self) -> Collection[int]:
+        """The sets that are away."""
+        return self._spilled
+
+    @property
+    def kept_sets(self) -> int:
+        """How many stay in memory where the budget does not hold all."""
+        return self.budget_sets - max(self.budget_sets // PASSING_PART, 1)
+
+    def take(self, page_set: int) -> None:
+        """A set is in use from now on, and in memory."""
+        self._present[page_set] = None
+
+    def give(self, page_set: int) -> None:
+        """A set is not in use any more."""
+        self._present.pop(page_set, None)
+        self._spilled.discard(page_set)
+
+    def surplus(self, wanted: Collection[int]) -> list[int]:
+        """Sets that have to go, so that what is in memory fits; none of those that are `wanted`."""
+        is_over = self._spilled or len(self._present) > self.budget_sets
+        num_gone = len(self._present) - (self.kept_sets if is_over else self.budget_sets)
+        if num_gone <= 0:
+            return []
+        return [page_set for page_set in self._present if page_set not in wanted][:num_gone]
+
+    def check(self, sets: Collection[int]) -> None:
+        """What must hold at every moment; sets: those that are in use."""
+        assert self._spilled.isdisjoint(self._present)
+        assert self._spilled.union(self._present) == set(sets)
+
+    def _went(self, page_set: int) -> None:
+        del self._present[page_set]
+        self._spilled.add(page_set)
+
+    def _came(self, page_set: int) -> None:
+        self._spilled.remove(page_set)
+        self._present[page_set] = None
+
+    @abstractmethod
+    def put_away(self, sets: Iterable[int], columns: Collection[int]) -> None:
+        """Put sets away, and give their memory back. Raises `JitllmError`: those that could not go
+        stay."""
+
+    @abstractmethod
+    def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
+        """Bring sets, to stay in memory. Raises `JitllmError`."""
+
+    @abstractmethod
+    def bring(self, pages: Pages) -> None:
+        """Have pages of spilled sets at hand until `put`, where `KvPages.page` says. Raises
+        `JitllmError`: then none is."""
+
+    @abstractmethod
+    def put(self, pages: Pages, *, is_written: bool) -> None:
+        """Let them go; is_written: what they hold now is what they shall hold."""
+
+    @abstractmethod
+    def passes(
+        self, rows: Sequence[Row], blocks: Iterable[int], set_bytes: int
+    ) -> Generator[Pass, None, None]:
+        """The passes of a step's blocks, in order; of blocks that need one only there is none.
+
+        Each is asked for when the one before it is computed; close the iterator. set_bytes: what a
+        set takes of memory here. Raises `JitllmError`.
+        """
