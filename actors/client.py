@@ -5,6 +5,7 @@ A reply is followed: one message goes, and a delta comes back for each step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -44,6 +45,7 @@ from jitllm.engine import (
     Request,
     SessionState,
 )
+from jitllm.memory.use import PHASES, ExpertUse, Phase, PhaseUse
 from jitllm.schedule.placement import Placement
 from jitllm.schedule.placement_map import parse_map
 
@@ -205,6 +207,24 @@ def _use(
     )
 
 
+def _experts(pagers: Iterable[PagerStats]) -> ExpertUse | None:
+    """Together; None where experts come with their blocks."""
+    found = [pager.experts for pager in pagers if pager.experts is not None]
+    return reduce(ExpertUse.plus, found) if found else None
+
+
+def _phases(uses: Iterable[tuple[PagerStats, DeviceStats]]) -> dict[Phase, PhaseUse]:
+    """Together; every device of a route computes with the same tokens."""
+    found: dict[Phase, PhaseUse] = {phase: PhaseUse() for phase in PHASES}
+    tokens: Counter[Phase] = Counter()
+    for pager, device in uses:
+        for phase, use in pager.phases.items():
+            found[phase] = found[phase].plus(use)
+        tokens["prompt"] = max(tokens["prompt"], device.prompt_tokens)
+        tokens["decode"] = max(tokens["decode"], device.decode_tokens)
+    return {phase: replace(use, tokens=tokens[phase]) for phase, use in found.items()}
+
+
 def _pages(uses: Collection[tuple[PagerStats, DeviceStats]]) -> Pages:
     """What the pagers of a model hold and did, together; devices with memory of their own have
     blocks too."""
@@ -222,4 +242,6 @@ def _pages(uses: Collection[tuple[PagerStats, DeviceStats]]) -> Pages:
         over_budget_bytes=sum(pager.over_budget_bytes for pager in all_of),
         read_s=sum(pager.read_s for pager in all_of),
         wait_s=sum(pager.wait_s for pager in all_of),
+        experts=_experts(all_of),
+        phases=_phases(uses),
     )

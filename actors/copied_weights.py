@@ -31,6 +31,7 @@ from jitllm.devices.vulkan.runner import VulkanRunner
 from jitllm.memory.device_pages import DevicePages
 from jitllm.memory.device_weights import DeviceWeights, Load
 from jitllm.memory.throttle import Abandoned, Throttle
+from jitllm.memory.use import Phase
 
 MIN_SPARE_BYTES = 4 << 20
 """Left beside slots for what sequences take before they are charged: page tables, histories."""
@@ -81,7 +82,7 @@ class CopiedWeights:
         await self._pager.ask(Place((), dense=False))
         await self._pager.ask(Reserve("scratch", host_bytes, self._name))
 
-    async def acquire(self, start: int, stop: int) -> Lease:
+    async def acquire(self, start: int, stop: int, phase: Phase) -> Lease:
         """See `Supply`; blocks that stay need none."""
         if not self._weights.slots.blocks:
             return Lease(-1, start, stop, is_standing=True)

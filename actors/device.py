@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import mmap
 from array import array
-from collections.abc import Awaitable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from ctypes import c_char_p, c_void_p, cast, string_at
@@ -57,6 +58,7 @@ from actors.messages import (
     Unpack,
     Unpacked,
 )
+from actors.mixtures import Mixtures
 from actors.overflow import Overflow
 from actors.parts import Parts
 from actors.supply import Supply
@@ -77,9 +79,10 @@ from jitllm.memory import prefix
 from jitllm.memory.history import History
 from jitllm.memory.ownership import Ownership, Stale
 from jitllm.memory.pages import KvPages
+from jitllm.memory.use import Phase
 from jitllm.schedule.placement import shown_blocks
 from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
-from jitllm.schedule.step import Span, SpanOutputs, SpanResult, following
+from jitllm.schedule.step import Span, SpanOutputs, SpanResult, following, phase_of
 from jitllm.units import format_size
 
 R = TypeVar("R")
@@ -118,7 +121,7 @@ class Device(Actor):
 
     hidden, logits: what goes in and out of the blocks. outbox: memory that others read what is
     handed to them from. compiled_kernels, compile_s: what making the program took. owned: what ends
-    with the device.
+    with the device. mixtures: what runs blocks whose experts come one by one.
     """
 
     def __init__(
@@ -135,8 +138,10 @@ class Device(Actor):
         compiled_kernels: int,
         compile_s: float,
         owned: ExitStack,
+        mixtures: Mixtures | None = None,
     ) -> None:
         self._runner = runner
+        self._mixtures = mixtures
         self._pages = pages
         self._history = history
         self._supply = supply
@@ -157,6 +162,7 @@ class Device(Actor):
         self._flight: _Flight | None = None
         self._is_short = False  # since the last step that took pages
         self._problem = ""
+        self._num_tokens: Counter[Phase] = Counter()
 
     async def on_start(self) -> None:
         """Scratch is charged to the host's budget, in place of what a predecessor held."""
@@ -260,6 +266,8 @@ class Device(Actor):
             compile_s=self._compile_s,
             memory=self._supply.memory(),
             kv_spill=self._overflow.totals,
+            prompt_tokens=self._num_tokens["prompt"],
+            decode_tokens=self._num_tokens["decode"],
         )
 
     @property
@@ -538,45 +546,48 @@ class Device(Actor):
 
     async def _run(self, message: Step) -> None:
         """The blocks of a leg in order, as long a run at a time as is resident."""
-        loop = asyncio.get_running_loop()
         start, is_first = message.start, True
+        phase = phase_of(message.spans)
+        self._num_tokens[phase] += _num_tokens(message.spans)
+        rows = [(span.sequence, span.start) for span in message.spans]
         while is_first or start < message.stop:
             is_any = start < message.stop
-            lease = await self._supply.acquire(start, message.stop) if is_any else None
+            lease = await self._supply.acquire(start, message.stop, phase) if is_any else None
             stop = start if lease is None else min(lease.stop, message.stop)
-            work = partial(
-                self._run_blocks,
-                [(span.sequence, span.start) for span in message.spans],
-                start,
-                stop,
-                embeds=is_first and message.hidden is None,
-                begins=is_first,
-                ends=message.has_head and stop == message.stop,
-            )
             try:
-                await loop.run_in_executor(self._compute, work)
+                await self._run_blocks(
+                    rows,
+                    start,
+                    stop,
+                    embeds=is_first and message.hidden is None,
+                    begins=is_first,
+                    ends=message.has_head and stop == message.stop,
+                )
             finally:
                 if lease is not None:
                     await self._supply.release(lease)
             start, is_first = stop, False
 
-    def _run_blocks(
-        self,
-        rows: Iterable[tuple[int, int]],
-        start: int,
-        stop: int,
-        *,
-        embeds: bool,
-        begins: bool,
-        ends: bool,
+    async def _run_blocks(
+        self, rows: Sequence[tuple[int, int]], start: int, stop: int, **parts: bool
     ) -> None:
-        """In the compute thread: blocks [start, stop) of a step that was described.
+        """Blocks [start, stop) of a step that was described; see `Runner.run`.
 
         rows: sequences, and the first position of each that is computed.
         """
-        passes = self._overflow.passes(rows, range(start, stop))
-        with closing(passes):
-            self._runner.run(start, stop, embeds=embeds, begins=begins, ends=ends, passes=passes)
+        if self._mixtures is not None:
+            passes_of = partial(self._overflow.passes, rows)
+            await self._mixtures.run(self._compute, start, stop, passes_of, **parts)
+            return
+        work = partial(self._run_together, rows, start, stop, **parts)
+        await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    def _run_together(
+        self, rows: Iterable[tuple[int, int]], start: int, stop: int, **parts: bool
+    ) -> None:
+        """The same in the compute thread, where all that the blocks need is there."""
+        with closing(self._overflow.passes(rows, range(start, stop))) as passes:
+            self._runner.run(start, stop, passes=passes, **parts)
 
     @property
     def _is_alone(self) -> bool:
@@ -617,10 +628,13 @@ class Device(Actor):
         """In the compute thread: step after step, until there is a reason to ask."""
         try:
             sequences = [span.sequence for span in flight.spans]
+            phase, num_tokens = phase_of(flight.spans), _num_tokens(flight.spans)
             goes_on = True
             while goes_on:
                 rows = zip(sequences, decode.starts, strict=True)
-                self._run_blocks(rows, 0, self._head, embeds=True, begins=True, ends=True)
+                self._run_together(rows, 0, self._head, embeds=True, begins=True, ends=True)
+                self._num_tokens[phase] += num_tokens
+                phase, num_tokens = "decode", len(sequences)
                 outcome = decode.outcome()
                 goes_on = flight.goes_on and decode.advance(outcome)
                 loop.call_soon_threadsafe(self._land, flight, outcome, not goes_on)
@@ -879,3 +893,7 @@ def _sampled(outcome: Outcome, output: int) -> Sampled:
 def _top(outcome: Outcome, output: int, num_top: int) -> TopLogprobs:
     start = TOP_BYTES * output
     return unpack_top(outcome.tops[start : start + PAIR_BYTES * num_top])
+
+
+def _num_tokens(spans: Iterable[Span]) -> int:
+    return sum(len(span.tokens) for span in spans)

@@ -6,6 +6,7 @@ and receiver may be in one process or in two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,9 @@ from jitllm.engine import (
     Sampling,
     SessionState,
 )
+from jitllm.errors import PageError
 from jitllm.memory.host import HostReport
+from jitllm.memory.use import ExpertUse, Phase, PhaseUse
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.placement_map import PlacementMap
 from jitllm.schedule.seam_trial import SeamTrial
@@ -44,6 +47,23 @@ class Lease:
     stop: int
     is_standing: bool = False
     """It may be kept for any number of steps, until it is recalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLease:
+    """Some experts of a block are resident and stay so until the lease is released."""
+
+    lease_id: int
+    block: int
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """An expert cannot be read, and why."""
+
+    expert: int
+    error: PageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +154,10 @@ class PagerStats:
     """Whether a frame is lent to the next block at the moment."""
     is_direct: bool
     """Whether reads go past the page cache."""
+    experts: ExpertUse | None = None
+    """Where they come one by one; blocks come without them then."""
+    phases: Mapping[Phase, PhaseUse] = field(default_factory=dict)
+    """What was read in each; tokens are the device's to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +174,31 @@ class Acquire(Message[Lease]):
     stop: int
     device: str = ""
     """Who holds the lease."""
+    phase: Phase = "decode"
+    """What it is needed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireExperts(Message[ExpertLease | Unreadable]):
+    """Lease some of the `experts` of `block` that a step needs, where they come one by one.
+
+    All of them are given a frame and read at once, as far as there is room, and kept. Answered with
+    those that are there, and when there is none once half of those have come that are on their way.
+    Release the lease and ask for the others, until none is left. Where one cannot be read, nothing
+    is kept.
+    """
+
+    block: int
+    experts: tuple[int, ...]
+    device: str = ""
+    """Who holds the lease; there is one that asks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release(Message[None]):
-    """The blocks of `lease` are not used any more. Twice is as good as once."""
+    """What is leased is not used any more. Twice is as good as once."""
 
-    lease: Lease
+    lease: Lease | ExpertLease
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +283,7 @@ class PagerStatsRequest(Message[PagerStats]):
 
 PagerMessage = (
     Acquire
+    | AcquireExperts
     | Release
     | Place
     | Fetch
@@ -400,6 +443,10 @@ class DeviceStats:
     """Of the device's own, if it has one."""
     kv_spill: KvSpill = KvSpill()
     """Beyond the budget of keys and values, if there is one."""
+    prompt_tokens: int = 0
+    """Computed in steps with a part of a prompt."""
+    decode_tokens: int = 0
+    """Computed in the other steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Knows leases, reads in flight and reservations. Knows no tensor and no device. Which block goes when
 another comes is `jitllm.memory.residency`'s to say, where it lies `jitllm.memory.weights`'s.
 
-It serves the blocks that are placed here. A fetch brings one of them in ahead of its use, also from
+It serves the blocks that are placed here; their experts come with them, or one by one
+(`actors.experts`). A fetch brings one of them in ahead of its use, also from
 the frames of another pager; whatever a reply needs comes before it.
 """
 
@@ -14,14 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeVar, assert_never
 
 from actors.actor import Actor, Ref
+from actors.experts import ExpertPager
 from actors.mailbox import Stopped
 from actors.messages import (
     Acquire,
+    AcquireExperts,
+    ExpertLease,
     Fetch,
     Fetched,
     Forget,
@@ -42,19 +47,23 @@ from actors.messages import (
     SetBudget,
 )
 from jitllm.config import ReadAhead
-from jitllm.devices.memory import Memory, attach
+from jitllm.devices.memory import Memory, attach, round_up
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container
+from jitllm.memory.division import expert_room
 from jitllm.memory.frames import Frames
 from jitllm.memory.read_ahead import Pace
 from jitllm.memory.residency import Residency
 from jitllm.memory.throttle import Abandoned, Throttle
+from jitllm.memory.use import Phase, ReadUse
 from jitllm.memory.weights import Weights
 
 R = TypeVar("R")
 
 DENSE = "dense"
 """The reservation under which the dense region is charged."""
+EXPERTS = "experts"
+"""The one that experts are within where they come one by one, taken or not."""
 
 MAX_SPARE_PART = 8
 """One part in so many of the budget may be spent on what is only kept in case it is useful."""
@@ -80,7 +89,8 @@ class _Fetching(NamedTuple):
 class Pager(Actor):
     """One model's weights on this host; the part of them that is placed here.
 
-    is_empty: nothing is until a `Place`; otherwise everything is.
+    is_empty: nothing is until a `Place`; otherwise everything is. experts_used: experts that a
+    token needs in a block, where they come one by one; 0 where a block comes with all of its own.
     """
 
     def __init__(
@@ -92,8 +102,10 @@ class Pager(Actor):
         *,
         direct: bool = True,
         is_empty: bool = False,
+        experts_used: int = 0,
     ) -> None:
         self._container = container
+        self._experts_used = experts_used
         self._memory = memory
         self._direct = direct
         self._is_empty = is_empty
@@ -116,6 +128,7 @@ class Pager(Actor):
         self._num_leases = 0
         self._last_start = -1
 
+        self._use = ReadUse()
         self._num_page_ins = 0
         self._num_evictions = 0
         self._read_s = 0.0
@@ -130,7 +143,9 @@ class Pager(Actor):
         dense region cannot be read.
         """
         self._owned = ExitStack()
-        self._weights = Weights(self._container, self._memory, direct=self._direct)
+        self._weights = Weights(
+            self._container, self._memory, direct=self._direct, apart=self._experts_used > 0
+        )
         self._owned.enter_context(self._weights)
         self._executor = ThreadPoolExecutor(_NUM_PAGE_INS, "jitllm-pager")
         self._owned.enter_context(self._executor)
@@ -138,6 +153,10 @@ class Pager(Actor):
         self._fetcher = self._owned.enter_context(ThreadPoolExecutor(1, "jitllm-fetch"))
         placed = () if self._is_empty else None
         self._residency = Residency(self._weights.block_bytes, self._frames, placed)
+        self._experts = ExpertPager(self._weights, self._experts_used, self.context, self._use)
+        self._owned.callback(self._experts.close)
+        self._experts.place(range(self._residency.num_blocks) if placed is None else placed)
+        self._divide()
         if self._needs_dense:
             await self._bring_dense()
 
@@ -155,6 +174,9 @@ class Pager(Actor):
         match message:
             case Acquire():
                 return self._acquire(message)
+            case AcquireExperts():
+                self._check_placed(message.block)
+                return self._experts.acquire(message)
             case Release():
                 self._release(message.lease)
                 return None
@@ -182,7 +204,7 @@ class Pager(Actor):
         """A device that was cancelled while it waited holds no lease."""
         if isinstance(reply, Lent):
             reply = reply.lease
-        if isinstance(reply, Lease):
+        if isinstance(reply, Lease | ExpertLease):
             self._release(reply)
 
     def _acquire(self, message: Acquire) -> Lease | asyncio.Future[Lease]:
@@ -191,6 +213,7 @@ class Pager(Actor):
             raise JitllmError(f"no blocks [{start}, {stop}) in {self._residency.num_blocks}")
         self._check_placed(start)
         self._begin_scan(start)
+        self._use.phase = message.phase
         if self._residency.is_resident(start):
             return self._grant(start, stop, message.device)
         # Who waits for a read must not keep others from releasing.
@@ -198,6 +221,7 @@ class Pager(Actor):
 
     async def _fault(self, message: Acquire) -> Lease:
         began_s = perf_counter()
+        self._use.fault()
         await self._pin(message.start)
         self._wait_s += perf_counter() - began_s
         lease = self._grant(message.start, message.stop, message.device)
@@ -211,7 +235,8 @@ class Pager(Actor):
         residency.use(start, stop)
         # Where everything has room there is nothing to page, and nothing to ask before each step.
         has_all = residency.is_whole and self._frames.fits(0)
-        stands = has_all and residency.is_run(start, stop) and device in self._devices
+        is_whole = has_all and not self._experts_used
+        stands = is_whole and residency.is_run(start, stop) and device in self._devices
         lease = self._lease(start, stop, device, is_standing=stands, is_kept=stands)
         self._look_ahead(residency.next_placed(stop))
         return lease
@@ -226,7 +251,10 @@ class Pager(Actor):
         self._leases[lease.lease_id] = _Granted(lease, device, perf_counter(), is_kept)
         return lease
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: Lease | ExpertLease) -> None:
+        if isinstance(lease, ExpertLease):
+            self._experts.release(lease)
+            return
         granted = self._leases.pop(lease.lease_id, None)
         if granted is None:
             return
@@ -249,6 +277,7 @@ class Pager(Actor):
         for block in message.blocks:
             self._check_block(block)
         self._evict(self._residency.place(message.blocks))
+        self._experts.place(message.blocks)
         if self._fetching is not None and not self._residency.is_placed(self._fetching.block):
             self._abandon_fetch()
         self._settle()
@@ -279,14 +308,22 @@ class Pager(Actor):
             self._frames.reserve(DENSE, self._weights.dense_bytes)
             try:
                 await self._give_way()
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._executor, self._weights.read_dense)
+                await self._read_dense()
                 self._has_dense = True
             except Exception:
                 self._drop_dense()
                 raise
             if not self._needs_dense:
                 self._drop_dense()
+
+    async def _read_dense(self) -> None:
+        phase, num_bytes = self._use.begin(), 0
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._executor, self._weights.read_dense)
+            num_bytes = self._weights.dense_bytes
+        finally:
+            self._use.end(phase, num_bytes)
 
     def _drop_dense(self) -> None:
         self._has_dense = False
@@ -297,7 +334,8 @@ class Pager(Actor):
     def _lend(self, message: Lend) -> Lent | None:
         block = message.block
         self._check_block(block)
-        if not (self._residency.is_placed(block) and self._residency.is_resident(block)):
+        is_here = self._residency.is_placed(block) and self._residency.is_resident(block)
+        if not is_here or self._experts.has(block):
             return None
         lease = self._lease(block, block + 1, message.device, is_kept=True)
         weights = self._weights
@@ -314,6 +352,7 @@ class Pager(Actor):
         held = [granted.lease for granted in self._leases.values() if granted.device == device]
         for lease in held:
             self._release(lease)
+        self._experts.forget(device)
         for name in tuple(self._frames.reservations):
             if name.startswith(_reservation(device, "")):
                 self._frames.reserve(name, 0)
@@ -396,13 +435,15 @@ class Pager(Actor):
             evictions=self._num_evictions,
             bytes_read=self._weights.reader.bytes_read,
             budget_bytes=self._frames.budget_bytes,
-            fixed_bytes=self._frames.fixed_bytes,
+            fixed_bytes=self._frames.fixed_bytes - self._frames.reservations.get(EXPERTS, 0),
             over_budget_bytes=self._residency.over_budget_bytes,
             spare_bytes=self._spare_bytes,
             read_s=self._read_s,
             wait_s=self._wait_s,
             reads_ahead=self._reads_ahead,
             is_direct=self._weights.reader.is_direct,
+            experts=self._experts.use if self._experts_used else None,
+            phases=self._use.phases,
         )
 
     # ----------------------------------------------------------------------------------- paging
@@ -455,14 +496,18 @@ class Pager(Actor):
         self._evict(victims)
         loop = asyncio.get_running_loop()
         read = loop.run_in_executor(self._executor, self._page_in, block)
-        return self._watch(block, read, self._pace.read)
+        return self._watch(block, read, self._use.begin(), self._pace.read)
 
     def _watch(
-        self, block: int, read: asyncio.Future[float], tell: Callable[[float], None] | None = None
+        self,
+        block: int,
+        read: asyncio.Future[float],
+        phase: Phase | None,
+        tell: Callable[[float], None] | None = None,
     ) -> asyncio.Future[float]:
-        """`tell` how long a page-in took, once it is done."""
+        """`tell` how long a page-in took, once it is done. phase: of a read of the container."""
         self._reads[block] = read
-        read.add_done_callback(partial(self._end_read, block, tell))
+        read.add_done_callback(partial(self._end_read, block, phase, tell))
         return read
 
     def _page_in(self, block: int) -> float:
@@ -472,12 +517,20 @@ class Pager(Actor):
         return perf_counter() - began_s
 
     def _end_read(
-        self, block: int, tell: Callable[[float], None] | None, read: asyncio.Future[float]
+        self,
+        block: int,
+        phase: Phase | None,
+        tell: Callable[[float], None] | None,
+        read: asyncio.Future[float],
     ) -> None:
         del self._reads[block]
+        has_failed = read.cancelled() or read.exception() is not None
+        if phase is not None:
+            num_bytes = 0 if has_failed else round_up(self._residency.block_bytes[block])
+            self._use.end(phase, num_bytes)
         if self._fetching is not None and self._fetching.block == block:
             self._fetching = None
-        if read.cancelled() or read.exception() is not None:
+        if has_failed:
             self._residency.fail(block)
         else:
             self._residency.arrive(block)
@@ -494,12 +547,30 @@ class Pager(Actor):
 
     def _settle(self) -> None:
         """Something was let go or has come: keep to the budget, and let those who wait try."""
+        self._divide()
         if self._frames.fits(0) or not self._abandon_fetch():  # which ends soon: then again
             self._evict(self._residency.trim())
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
+
+    def _divide(self) -> None:
+        """Give experts what blocks leave of the budget."""
+        frames, experts = self._frames, self._experts
+        if not experts.largest_bytes:
+            frames.reserve(EXPERTS, 0)
+            return
+        others = frames.fixed_bytes - frames.reservations.get(EXPERTS, 0)
+        room_bytes = expert_room(
+            max(frames.budget_bytes - others, 0),
+            self._residency.placed_bytes,
+            experts.largest_bytes,
+            self._experts_used,
+            experts.all_bytes,
+        )
+        frames.reserve(EXPERTS, room_bytes)
+        experts.resize(room_bytes)
 
     async def _changed(self) -> None:
         turn = asyncio.get_running_loop().create_future()
@@ -512,6 +583,8 @@ class Pager(Actor):
         self._check_placed(message.block)
         if not 0 < message.share <= 1:
             raise JitllmError(f"a share of {message.share} is not in (0, 1]")
+        if self._experts.has(message.block):  # no frame is without the experts
+            message = replace(message, source=None)
         if message.source is not None:
             self._check_frame(message.block, message.source)
         return self.context.later(self._take_turn(message), f"fetch {message.block}")
@@ -547,7 +620,7 @@ class Pager(Actor):
         work = partial(self._bring_in, block, message.source, throttle)
         read = asyncio.get_running_loop().run_in_executor(self._fetcher, work)
         self._fetching = _Fetching(block, throttle)
-        self._watch(block, read)
+        self._watch(block, read, self._use.begin() if message.source is None else None)
         await asyncio.wait([read])
         try:
             read.result()

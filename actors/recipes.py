@@ -20,6 +20,7 @@ from actors.beside import beside
 from actors.decode import TOP_BYTES
 from actors.device import Device
 from actors.messages import Locate, Located
+from actors.mixtures import Mixtures
 from actors.pager import Pager
 from actors.relocate import PARCEL_BYTES
 from actors.route import Route, Site
@@ -29,6 +30,7 @@ from jitllm.config import KvType, ReadAhead
 from jitllm.devices.host import HostProgram, Limits
 from jitllm.devices.host_runner import HostRunner
 from jitllm.devices.memory import Handle, HostMemory, Memory, SharedMemory, Span, attach
+from jitllm.devices.mixtures import MixtureProgram
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container, TensorEntry
 from jitllm.formats.jlm_head import expert_places
@@ -58,7 +60,7 @@ class PagerRecipe:
     """A pager of one container.
 
     is_shared: devices are in other processes than it. is_empty: it serves no block, and reads
-    nothing, until it is told to `Place` some.
+    nothing, until it is told to `Place` some. experts_used: see `Pager`.
     """
 
     container: Container
@@ -66,12 +68,18 @@ class PagerRecipe:
     read_ahead: ReadAhead
     is_shared: bool
     is_empty: bool = False
+    experts_used: int = 0
 
     async def make(self) -> Pager:
         """See `Recipe`."""
         memory: Memory = SharedMemory() if self.is_shared else HostMemory()
         return Pager(
-            self.container, memory, self.budget_bytes, self.read_ahead, is_empty=self.is_empty
+            self.container,
+            memory,
+            self.budget_bytes,
+            self.read_ahead,
+            is_empty=self.is_empty,
+            experts_used=self.experts_used,
         )
 
 
@@ -211,13 +219,14 @@ class ModelOnDevice:
 class DeviceRecipe(ModelOnDevice):
     """A CPU device. threads: 0 for as many as are ours there. cpus: which CPUs they keep to; empty
     for any. is_alone: no other device has blocks of the model. kv_folder: for a file with the page
-    sets that are not in memory."""
+    sets that are not in memory. has_apart: its pager brings experts one by one."""
 
     tier: str
     threads: int
     cpus: frozenset[int]
     is_alone: bool
     kv_folder: Path | None = None
+    has_apart: bool = False
 
     async def make(self) -> Device:
         """See `Recipe`. Raises `JitllmError` when memory or the pager's frames cannot be had."""
@@ -263,11 +272,15 @@ class DeviceRecipe(ModelOnDevice):
                 threads=threads,
                 kind=self.tier,
             )
+            supply = LeasedWeights(self.pager, graph.num_blocks, keeps_dense=self.keeps_dense)
+            mixtures = None
+            if self.has_apart:
+                mixtures = Mixtures(MixtureProgram(program, graph.blocks), supply)
             return Device(
                 runner,
                 pages,
                 History(graph.kv, self.kv_type),
-                LeasedWeights(self.pager, graph.num_blocks, keeps_dense=self.keeps_dense),
+                supply,
                 outbox,
                 hidden=graph.hidden,
                 logits=graph.logits,
@@ -275,6 +288,7 @@ class DeviceRecipe(ModelOnDevice):
                 compiled_kernels=compiler.compiled,
                 compile_s=perf_counter() - began_s,
                 owned=owned.pop_all(),
+                mixtures=mixtures,
             )
         raise AssertionError("unreachable")
 

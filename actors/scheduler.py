@@ -56,7 +56,7 @@ from jitllm.engine import (
     SequenceState,
     SessionState,
 )
-from jitllm.errors import Draining, JitllmError, OutOfPages, QueueFull, UnknownSession
+from jitllm.errors import Draining, JitllmError, OutOfPages, PageError, QueueFull, UnknownSession
 from jitllm.log import logger
 from jitllm.memory import prefix
 from jitllm.schedule import plan
@@ -620,8 +620,10 @@ class Scheduler(Actor):
         except OutOfPages as error:  # the last step was not computed
             short = error
         except Exception as error:
-            for reply in replies:
-                await self._end(reply, Finish.ERROR, error)
+            rows = error.rows if isinstance(error, PageError) else ()
+            for row, reply in enumerate(replies):  # the step is taken again for the others
+                if not rows or row in rows:
+                    await self._end(reply, Finish.ERROR, error)
             return None
         finally:
             self._goes_on = False

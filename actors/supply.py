@@ -12,8 +12,10 @@ from typing import Protocol
 from actors.actor import Ref
 from actors.messages import (
     Acquire,
+    AcquireExperts,
     Brought,
     DeviceMemory,
+    ExpertLease,
     Fetch,
     Fetched,
     Forget,
@@ -23,7 +25,9 @@ from actors.messages import (
     Release,
     Reserve,
     Reserved,
+    Unreadable,
 )
+from jitllm.memory.use import Phase
 
 
 class Supply(Protocol):
@@ -39,7 +43,7 @@ class Supply(Protocol):
         """A device begins, perhaps in place of one that died; what it takes of the host."""
         ...
 
-    async def acquire(self, start: int, stop: int) -> Lease:
+    async def acquire(self, start: int, stop: int, phase: Phase) -> Lease:
         """A lease of block `start` and what follows, at most up to `stop`."""
         ...
 
@@ -112,13 +116,13 @@ class LeasedWeights:
         await self._pager.ask(Forget(me))
         await self._pager.ask(Reserve("scratch", host_bytes, self._name))
 
-    async def acquire(self, start: int, stop: int) -> Lease:
+    async def acquire(self, start: int, stop: int, phase: Phase) -> Lease:
         """See `Supply`; one that may be kept is."""
         kept = self._leases.get(start)
         if kept is not None and kept.stop >= stop:
             return kept
         await self.let_go()
-        lease: Lease = await self._pager.ask(Acquire(start, stop, self._name))
+        lease: Lease = await self._pager.ask(Acquire(start, stop, self._name, phase))
         if lease.is_standing:
             self._leases[start] = lease
         return lease
@@ -127,6 +131,16 @@ class LeasedWeights:
         """See `Supply`."""
         if not lease.is_standing:
             await self._pager.tell(Release(lease))
+
+    async def acquire_experts(
+        self, block: int, experts: tuple[int, ...]
+    ) -> ExpertLease | Unreadable:
+        """A lease of some of these experts, where they come one by one."""
+        return await self._pager.ask(AcquireExperts(block, experts, self._name))
+
+    async def release_experts(self, lease: ExpertLease) -> None:
+        """They are computed with."""
+        await self._pager.tell(Release(lease))
 
     async def let_go(self) -> None:
         """See `Supply`."""

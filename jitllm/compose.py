@@ -40,10 +40,12 @@ from jitllm.formats.jlm import Container, Header
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.jit.tiers import available, choose
+from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.kv_write import page_bytes
 from jitllm.kernels.op import Rows
 from jitllm.memory.budget import probe as probe_memory
 from jitllm.memory.columns import Columns
+from jitllm.memory.division import are_apart
 from jitllm.memory.history import History
 from jitllm.memory.host import HostReport, host_devices
 from jitllm.models.graph import Graph
@@ -250,6 +252,7 @@ async def open_engine(
                 nodes = [node for node in nodes if node.node_id != own_id]
         chosen, shares = _devices(config, nodes, runtime.here)
         host = _host(config, chosen)
+        experts_used = _experts_used(config, graph, header)
         pagers: dict[str, Ref] = {}
         for device in (one.device for one in chosen):
             pagers[device.name] = await runtime.start(
@@ -259,6 +262,7 @@ async def open_engine(
                     config.read_ahead,
                     ray is not None,
                     is_empty=device.is_gpu,
+                    experts_used=0 if device.is_gpu else experts_used,
                 ),
                 f"pager {device.name}",
                 node=device.node,
@@ -304,6 +308,7 @@ async def open_engine(
                     cpus=share.cpus or frozenset(),
                     is_alone=len(chosen) == 1,
                     kv_folder=_park_folder(config),
+                    has_apart=experts_used > 0,
                     **settings,
                 )
             made = await runtime.start(
@@ -357,6 +362,14 @@ async def open_engine(
             notes=(*runtime.notes, *map(str, declines)),
         )
     raise AssertionError("unreachable")
+
+
+def _experts_used(config: ResolvedConfig, graph: Graph, header: Header) -> int:
+    """Experts that a token needs in a block where they are paged one by one, else 0."""
+    ops = (op for op in graph.ops() if isinstance(op, ExpertMatMul))
+    used = next((op.used for op in ops), 0)
+    is_apart = are_apart(config.experts, header.weight_bytes, config.maxmem_bytes)
+    return used if is_apart else 0
 
 
 def _open(path: Path, owned: AsyncExitStack) -> tuple[Container, Graph]:

@@ -13,6 +13,7 @@ from jitllm.errors import UsageError
 KvType = Literal["f16", "f32"]
 ReadAhead = Literal["auto", "on", "off"]
 Relocate = Literal["auto", "on", "off"]
+Experts = Literal["auto", "apart", "blocks"]
 
 DEFAULT_PAGE_SIZE_TOKENS = 64
 
@@ -38,6 +39,9 @@ class EngineConfig:
     """Positions in a KV page, a power of two; None: what the device likes."""
     read_ahead: ReadAhead = "auto"
     """Lend one frame to the next block, so that its read overlaps compute; "auto" measures."""
+    experts: Experts = "auto"
+    """How experts of a mixture are paged on the host: "apart", each one when a token needs it, or
+    with their "blocks"; "auto": apart where the model does not fit."""
     devices: str = "auto"
     """Where a model may be computed: a list as `jitllm.devices.grammar` reads it."""
     placement: str | None = None
@@ -100,6 +104,7 @@ class EngineConfig:
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
         _one_of("-relocate", self.relocate, get_args(Relocate))
+        _one_of("-experts", self.experts, get_args(Experts))
         _power_of_two("-page-size", self.page_size_tokens)
         for name, page_tokens in self.page_sizes:
             _power_of_two(f"the page size of {name}", page_tokens)

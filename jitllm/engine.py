@@ -7,11 +7,12 @@ Knows requests and replies. Knows no actor, no device and no text: tokens in, to
 from __future__ import annotations
 
 import mmap
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
+from jitllm.memory.use import ExpertUse, Phase, PhaseUse
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.seam_trial import SeamTrial
 
@@ -161,7 +162,8 @@ class Delta:
 @dataclass(frozen=True, slots=True)
 class Pages:
     """What paging did since the engine started. `frames` is how many of the largest blocks the
-    budget holds now; `fixed_bytes` is the dense region, scratch and KV promised."""
+    budget holds now; `fixed_bytes` is the dense region, scratch and KV promised. experts: where
+    they are paged one by one; blocks come without them then. phases: what was read in each."""
 
     blocks: int
     resident: int
@@ -174,6 +176,8 @@ class Pages:
     over_budget_bytes: int
     read_s: float = 0.0
     wait_s: float = 0.0
+    experts: ExpertUse | None = None
+    phases: Mapping[Phase, PhaseUse] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

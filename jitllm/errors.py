@@ -111,15 +111,21 @@ class Draining(JitllmError):
 
 
 class PageError(JitllmError):
-    """Paging in failed: a short read, an I/O error or a wrong checksum."""
+    """Paging in failed: a short read, an I/O error or a wrong checksum.
 
-    def __init__(self, path: AnyPath, offset: int, problem: str) -> None:
+    rows: of the step that need what could not be read; empty where all of them do.
+    """
+
+    def __init__(
+        self, path: AnyPath, offset: int, problem: str, rows: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(
             f"{fspath(path)} at byte {offset}: {problem}",
             "check the file: " + shlex.join(["jitllm", "info", "-check", fspath(path)]),
         )
         self.path = fspath(path)
         self.offset = offset
+        self.rows = rows
 
 
 class OverBudget(JitllmError):

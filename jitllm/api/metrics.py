@@ -21,6 +21,7 @@ from jitllm.api.choices import Choice
 from jitllm.api.models import Served
 from jitllm.engine import DeviceUse, EngineStats
 from jitllm.errors import QueueFull
+from jitllm.memory.use import ExpertUse, PhaseUse
 
 Snapshot = Mapping[Served, EngineStats]
 
@@ -105,6 +106,12 @@ class _Engines(Collector):
             yield self._family(GaugeMetricFamily(name, text, labels=_MODEL), read)
         for name, text, read in _COUNTERS:
             yield self._family(CounterMetricFamily(name, text, labels=_MODEL), read)
+        for name, text, number in _EXPERT_GAUGES:
+            yield self._of_experts(GaugeMetricFamily(name, text, labels=_MODEL), number)
+        for name, text, number in _EXPERT_COUNTERS:
+            yield self._of_experts(CounterMetricFamily(name, text, labels=_MODEL), number)
+        for name, text, of_phase in _OF_PHASES:
+            yield self._of_phases(name, text, of_phase)
         for name, text, read in _MOVE_TIMES:
             summary = SummaryMetricFamily(name, text, labels=_MODEL)
             for served, stats in self._snapshot.items():
@@ -125,6 +132,22 @@ class _Engines(Collector):
         for served, stats in self._snapshot.items():
             family.add_metric([served.id, "before"], stats.move_totals.bytes_before)
             family.add_metric([served.id, "paused"], stats.move_totals.bytes_paused)
+        return family
+
+    def _of_phases(self, name: str, text: str, read: Callable[[PhaseUse], float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model", "phase"))
+        for served, stats in self._snapshot.items():
+            for phase, use in stats.pages.phases.items():
+                family.add_metric([served.id, phase], read(use))
+        return family
+
+    def _of_experts(
+        self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[ExpertUse], float]
+    ) -> Metric:
+        """Of models whose experts come one by one."""
+        for served, stats in self._snapshot.items():
+            if stats.pages.experts is not None:
+                family.add_metric([served.id], read(stats.pages.experts))
         return family
 
     def _family(self, family: GaugeMetricFamily | CounterMetricFamily, read: _Read) -> Metric:
@@ -154,9 +177,13 @@ class _ResidentBytes(_Read):
         super().__init__("pages.resident")
 
     def __call__(self, served: Served, stats: EngineStats) -> float:
-        blocks = served.header.blocks
-        mean_bytes = sum(extent.length for extent in blocks) / max(len(blocks), 1)
-        return stats.pages.fixed_bytes + super().__call__(served, stats) * mean_bytes
+        header, experts = served.header, stats.pages.experts
+        sizes: Sequence[int] = header.frame_bytes
+        held = stats.pages.fixed_bytes
+        if experts is not None:  # blocks are there without them
+            sizes = [extent.length for extent in header.blocks]
+            held += experts.held_bytes
+        return held + super().__call__(served, stats) * sum(sizes) / max(len(sizes), 1)
 
 
 _GAUGES = (
@@ -204,6 +231,27 @@ _COUNTERS = (
     ("jitllm_preempt_park_seconds", "Time that parks took", _Read("park_totals.park_s")),
     ("jitllm_preempt_resume_seconds", "The same of resumes", _Read("park_totals.resume_s")),
     ("jitllm_device_losses", "Deaths of devices", _Read("losses")),
+)
+
+_EXPERT_GAUGES: tuple[tuple[str, str, Callable[[ExpertUse], float]], ...] = (
+    ("jitllm_expert_room_bytes", "Memory that experts may take", lambda use: use.room_bytes),
+    ("jitllm_expert_held_bytes", "Memory that experts take", lambda use: use.held_bytes),
+)
+
+_EXPERT_COUNTERS: tuple[tuple[str, str, Callable[[ExpertUse], float]], ...] = (
+    ("jitllm_expert_hits", "Experts that steps needed and found", lambda use: use.hits),
+    ("jitllm_expert_reads", "Experts that had to be read", lambda use: use.reads),
+    ("jitllm_expert_read_bytes", "Bytes read for them", lambda use: use.bytes_read),
+    ("jitllm_expert_read_seconds", "Time spent reading them", lambda use: use.read_s),
+    ("jitllm_expert_wait_seconds", "Time that steps waited for them", lambda use: use.wait_s),
+)
+
+_OF_PHASES: tuple[tuple[str, str, Callable[[PhaseUse], float]], ...] = (
+    ("jitllm_phase_read_bytes", "Bytes read from disk in a phase", lambda use: use.bytes_read),
+    ("jitllm_phase_reads", "Blocks and experts read in a phase", lambda use: use.requests),
+    ("jitllm_phase_faults", "What steps had to wait for in a phase", lambda use: use.faults),
+    ("jitllm_phase_read_seconds", "Time with something being read", lambda use: use.seconds),
+    ("jitllm_phase_tokens", "Tokens computed in a phase", lambda use: use.tokens),
 )
 
 _MOVE_TIMES = (

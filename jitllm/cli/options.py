@@ -273,6 +273,15 @@ _ENGINE_FLAGS = (
         help="Read the next block while one is computed: auto, on or off.",
     ),
     _flag(
+        "experts",
+        str,
+        "auto",
+        "-experts",
+        metavar="MODE",
+        help="How experts of a mixture are paged: apart, each when a token needs it; with their "
+        "blocks; auto, apart where the model does not fit.",
+    ),
+    _flag(
         "page_size",
         int | None,
         None,
@@ -407,6 +416,7 @@ def _config(
     move_share: int,
     kv_type: Any,
     read_ahead: Any,
+    experts: Any,
     page_size: int | None,
 ) -> EngineConfig:
     """Raises UsageError for what cannot be meant; what there is to compute on shows later."""
@@ -434,5 +444,6 @@ def _config(
         move_share=_within(move_share, 1, 99, "-move-share") / 100,
         kv_type=kv_type,
         read_ahead=read_ahead,
+        experts=experts,
         page_size_tokens=page_size,
     )

@@ -6,12 +6,14 @@ are what people and scripts look for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jitllm.cli.reply import Rates
 from jitllm.engine import DeviceUse, EngineStats, KvSpill, Pages
 from jitllm.errors import one_line
+from jitllm.memory.use import ExpertUse, Phase, PhaseUse
 from jitllm.units import counted, format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
@@ -49,10 +51,35 @@ def after(rates: Rates, stats: EngineStats, page_ins_per_token: float) -> list[s
             f"{format_size(pages.bytes_read)} read",
             f"{page_ins_per_token:.2f} page-ins per token",
         ),
+        *(_phase_line(phase, use) for phase, use in pages.phases.items() if use.requests),
+        *([experts_line(pages.experts)] if pages.experts else []),
         *_spill_lines(stats.kv_spill),
         *_move_lines(stats),
         *(_parts("seam  ", str(trial)) for trial in stats.seam_trials),
     ]
+
+
+def _phase_line(phase: Phase, use: PhaseUse) -> str:
+    """What was read in a phase."""
+    return _parts(
+        f"  {phase:<6}",
+        f"{format_size(use.bytes_read)} read",
+        counted(use.requests, "request"),
+        counted(use.faults, "fault"),
+        format_rate(use.bytes_per_second),
+        *([f"{format_size(use.bytes_per_token)} a token"] if use.tokens else []),
+    )
+
+
+def experts_line(use: ExpertUse) -> str:
+    """What paging experts one by one did."""
+    return _parts(
+        "experts",
+        f"{use.hit_rate:.1%} of {use.hits + use.reads} were there",
+        f"{format_size(use.bytes_read)} read",
+        f"{format_duration(use.wait_s)} waited",
+        f"{format_size(use.held_bytes)} of {format_size(use.room_bytes)} held",
+    )
 
 
 def _spill_lines(spill: KvSpill) -> list[str]:
@@ -107,7 +134,23 @@ def pages_json(pages: Pages, page_ins_per_token: float) -> dict[str, Any]:
         "over_budget_bytes": pages.over_budget_bytes,
         "read_s": pages.read_s,
         "wait_s": pages.wait_s,
+        "experts": experts_json(pages.experts),
+        "phases": {phase: phase_json(use) for phase, use in pages.phases.items()},
     }
+
+
+def phase_json(use: PhaseUse) -> dict[str, Any]:
+    """One of `phases` of `pages`."""
+    return {
+        **asdict(use),
+        "bytes_per_second": use.bytes_per_second,
+        "bytes_per_token": use.bytes_per_token,
+    }
+
+
+def experts_json(use: ExpertUse | None) -> dict[str, Any] | None:
+    """`experts` of `pages`; null where a block comes with all of its own."""
+    return None if use is None else {**asdict(use), "hit_rate": use.hit_rate}
 
 
 def engine_json(loaded: Loaded, stats: EngineStats) -> dict[str, Any]:
@@ -205,22 +248,41 @@ def _means(use: DeviceUse) -> str:
 
 def _forecast_lines(loaded: Loaded, pages: Pages) -> list[str]:
     """What a budget that holds fewer blocks than there are will cost."""
-    if pages.frames >= pages.blocks:
-        return []
-    largest = max(loaded.header.frame_bytes)
+    header = loaded.header
+    lines = []
+    if pages.frames < pages.blocks:
+        own_bytes = [extent.length for extent in header.blocks]
+        lines.append(
+            _block_forecast(loaded, pages, own_bytes if pages.experts else header.frame_bytes)
+        )
+    if use := pages.experts:
+        sizes = [expert.extent.length for expert in header.experts]
+        lines.append(
+            _parts(
+                "experts",
+                f"{min(use.room_bytes // max(sizes), len(sizes))} of {len(sizes)} fit",
+                f"{format_size(max(sizes))} an expert",
+                f"{format_size(use.room_bytes)} of budget for experts",
+            )
+        )
+    return lines
+
+
+def _block_forecast(loaded: Loaded, pages: Pages, block_bytes: Sequence[int]) -> str:
+    """What blocks of these sizes will cost."""
+    largest = max(block_bytes)
     useful = pages.frames - (1 if loaded.config.read_ahead == "on" else 0)
     optimum = pages.blocks * (pages.blocks - useful) / max(pages.blocks - 1, 1)
     per_token = min(optimum, pages.blocks)  # a cyclic scan over so many frames
-    room = max(pages.budget_bytes - pages.fixed_bytes, 0)
-    return [
-        _parts(
-            "pages ",
-            f"{pages.frames} of {counted(pages.blocks, 'block')} fit",
-            f"{format_size(largest)} a block",
-            f"{format_size(room)} of budget for blocks",
-            f"about {per_token:.1f} page-ins per token",
-        )
-    ]
+    taken = pages.fixed_bytes + (pages.experts.room_bytes if pages.experts else 0)
+    room = max(pages.budget_bytes - taken, 0)
+    return _parts(
+        "pages ",
+        f"{pages.frames} of {counted(pages.blocks, 'block')} fit",
+        f"{format_size(largest)} a block",
+        f"{format_size(room)} of budget for blocks",
+        f"about {per_token:.1f} page-ins per token",
+    )
 
 
 def _parts(*parts: str) -> str:

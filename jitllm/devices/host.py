@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from jitllm.devices.memory import Memory, Span
+from jitllm.devices.mixtures import parts
 from jitllm.devices.order import ordered
 from jitllm.jit.cpu import Compiler, Progress
 from jitllm.jit.team import Team
@@ -21,7 +22,7 @@ from jitllm.kernels.op import ALL_KEYS, PANEL_TOKENS, Buffer, Const, Ctx, Launch
 from jitllm.kernels.team import RECORD_BYTES, table
 
 _ALIGN = 64
-_TABLES, _FIRST_BLOCK = 1, 2  # sections of a program: embed, tables, each block, head
+_TABLES, _FIRST_BLOCK = 1, 2  # sections of a program: embed, tables, parts of blocks, head
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,14 @@ class HostProgram:
         self._consts: dict[str, Span] = {}
         self.step = StepMemory(limits)
 
-        sections = [embed, tables, *(ops for _, ops in blocks), head]
+        sections = [embed, tables]
+        self.blocks: list[range] = []
+        """The sections of each block."""
+        for _, ops in blocks:
+            found = parts(ops)
+            self.blocks.append(range(len(sections), len(sections) + len(found)))
+            sections += found
+        sections.append(head)
         self._offsets, self.scratch_bytes = self._lay_out(sections)
         self._scratch: Span = memory.reserve(self.scratch_bytes)
         launches: list[Launch] = []
@@ -96,7 +104,8 @@ class HostProgram:
             self._sections.append(Section(start, len(launches)))
         self._attention = {
             block: n
-            for block, section in enumerate(self._sections[_FIRST_BLOCK:-1])
+            for block, numbers in enumerate(self.blocks)
+            for section in self._sections[numbers.start : numbers.stop]
             for n in range(section.start, section.stop)
             if launches[n].kernel.op == "attention"
         }
@@ -170,16 +179,28 @@ class HostProgram:
         native call without passes, or two when the run begins with a later block; the GIL is
         released. Everything the launches touch must be resident.
         """
-        first = _FIRST_BLOCK + start
+        *opening, last = self.sections(start, stop, embeds=embeds, begins=begins, ends=ends)
+        for sections in opening:
+            self.run_sections(sections)
+        self.run_sections(last, passes)
+
+    def sections(
+        self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool
+    ) -> Iterator[range]:
+        """What `run` consists of: what comes before a later block, if it does, then the blocks."""
+        first = self._before(start)
         if begins and stop > start:
             opening = 0 if embeds else _TABLES
             if start:
-                self._run_sections(opening, _FIRST_BLOCK)
+                yield range(opening, _FIRST_BLOCK)
             else:
                 first = opening
-        last = len(self._sections) if ends else _FIRST_BLOCK + stop
-        if first < last:
-            begin, end = self._sections[first].start, self._sections[last - 1].stop
+        yield range(first, len(self._sections) if ends else self._before(stop))
+
+    def run_sections(self, sections: range, passes: Iterable[Pass] = ()) -> None:
+        """Some neighbouring sections, if there is anything to do. passes: of blocks there."""
+        if sections:
+            begin, end = self._sections[sections[0]].start, self._sections[sections[-1]].stop
             self._run(self._run_passes(begin, passes), end)
 
     def _run_passes(self, begin: int, passes: Iterable[Pass]) -> int:
@@ -196,14 +217,15 @@ class HostProgram:
             self.step.take_all_keys()
         return begin
 
-    def _run_sections(self, first: int, last: int) -> None:
-        self._run(self._sections[first].start, self._sections[last - 1].stop)
-
     def _run(self, begin: int, end: int) -> None:
         """Launches [begin, end)."""
         if begin < end:
             launches = self._table_address + RECORD_BYTES * begin
             self._team.run(launches, end - begin, self.step.address)
+
+    def _before(self, block: int) -> int:
+        """The first section of a block, or of the head."""
+        return self.blocks[block].start if block < self.num_blocks else len(self._sections) - 1
 
     def rows(self, buffer: Buffer, num_rows: int) -> memoryview:
         """The first rows of a buffer, as bytes."""

@@ -23,6 +23,7 @@ from jitllm.engine import (
 )
 from jitllm.errors import JitllmError, UsageError
 from jitllm.handle.base import Asked, Handle, Prompt, Settings, TextDelta, kind_of
+from jitllm.memory.use import ExpertUse, PhaseUse
 from jitllm.remote import Server, at
 from jitllm.schedule.placement import HEAD, Decline, Placement, runs_text
 from jitllm.schedule.placement_map import Selection
@@ -196,7 +197,10 @@ def _moved(found: dict[str, Any]) -> Moved:
 
 
 def _pages(found: dict[str, Any]) -> Pages:
-    return Pages(**_known(Pages, found))
+    experts = found.get("experts")
+    use = None if experts is None else ExpertUse(**_known(ExpertUse, experts))
+    phases = {name: PhaseUse(**_known(PhaseUse, one)) for name, one in found["phases"].items()}
+    return Pages(**{**_known(Pages, found), "experts": use, "phases": phases})
 
 
 def _known(kind: Any, found: dict[str, Any]) -> dict[str, Any]:

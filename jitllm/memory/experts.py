@@ -45,12 +45,14 @@ class ExpertResidency:
     it. A single expert is admitted whatever the room.
     """
 
-    def __init__(self, expert_bytes: Mapping[int, int], room_bytes: int) -> None:
-        """expert_bytes: of one expert of each block that has some."""
+    def __init__(self, expert_bytes: Mapping[int, int], room_bytes: int, used: int = 1) -> None:
+        """expert_bytes: of one expert of each block that has some. used: experts that a token needs
+        in a block."""
         self.expert_bytes = dict(expert_bytes)
         self.room_bytes = room_bytes
         self.held_bytes = 0
-        self._row_bytes = sum(self.expert_bytes.values())
+        self._used = used
+        self.place(expert_bytes)
         self.num_hits = 0
         """Experts that were needed and there."""
         self.num_reads = 0
@@ -64,6 +66,17 @@ class ExpertResidency:
     def quota(self) -> int:
         """Experts that each block may hold whatever the others do."""
         return self.room_bytes // max(self._row_bytes, 1)
+
+    def place(self, blocks: Iterable[int]) -> tuple[Expert, ...]:
+        """Experts of `blocks` are needed here, and no others; what went. What is pinned stays."""
+        self._placed = frozenset(blocks) & self.expert_bytes.keys()
+        self._row_bytes = sum(self.expert_bytes[block] for block in self._placed)
+        return self._dismiss()
+
+    @property
+    def num_resident(self) -> int:
+        """Experts that can be computed with right now."""
+        return sum(map(len, self._resident.values()))
 
     def num_held(self, block: int) -> int:
         """Experts of `block` that hold a frame."""
@@ -82,6 +95,7 @@ class ExpertResidency:
         needed = tuple(dict.fromkeys(experts))
         resident, reading = self._resident[block], self._reading[block]
         pinned = self._pinned[block]
+        counted = set(pinned)  # by whoever asked for them before
         present = tuple(e for e in needed if e in resident)
         coming = tuple(e for e in needed if e in reading)
         absent = [e for e in needed if e not in resident and e not in reading]
@@ -102,7 +116,7 @@ class ExpertResidency:
             pinned.add(expert)
             self.held_bytes += self.expert_bytes[block]
             reads.append(expert)
-        self.num_hits += len(present) + len(coming)
+        self.num_hits += sum(expert not in counted for expert in present + coming)
         self.num_reads += len(reads)
         left = tuple(absent[len(reads) :])
         return Admitted(present, coming, tuple(reads), left, tuple(evicted))
@@ -125,7 +139,7 @@ class ExpertResidency:
     def resize(self, room_bytes: int) -> tuple[Expert, ...]:
         """Change the room, and evict what it does not hold any more; what is pinned stays."""
         self.room_bytes = room_bytes
-        evicted = []
+        evicted = list(self._dismiss())
         while self.held_bytes > room_bytes and (victim := self._fullest()):
             self._evict(victim)
             evicted.append(victim)
@@ -143,6 +157,18 @@ class ExpertResidency:
 
     # --- who goes -----------------------------------------------------------------------------
 
+    def _dismiss(self) -> tuple[Expert, ...]:
+        """Evict experts of blocks that are placed no more."""
+        gone = tuple(
+            Expert(block, expert)
+            for block in self.expert_bytes.keys() - self._placed
+            for expert in self._resident[block]
+            if expert not in self._pinned[block]
+        )
+        for victim in gone:
+            self._evict(victim)
+        return gone
+
     def _victims(self, block: int) -> tuple[Expert, ...] | None:
         """Who must go before one more expert of `block` fits; None where it does not even then."""
         num_bytes = self.expert_bytes[block]
@@ -158,11 +184,17 @@ class ExpertResidency:
         return tuple(victims)
 
     def _victim(self, block: int, gone: list[Expert]) -> Expert | None:
-        """Its own least recently used one, unless it is below its quota and others are above."""
-        num_gone = sum(victim.block == block for victim in gone)
-        is_below = self.num_held(block) - num_gone < self.quota
-        others = self._fullest(gone, above=self.quota) if is_below else None
-        return others or self._oldest(block, gone) or self._fullest(gone)
+        """Its own least recently used one, unless it is below its quota and others are above.
+
+        One whose own are all in use takes from others what a token needs, and no more: a prompt
+        that needs all experts of a block takes turns with them.
+        """
+        num_held = self.num_held(block) - sum(victim.block == block for victim in gone)
+        quota = self.quota
+        others = self._fullest(gone, above=quota) if num_held < quota else None
+        if found := others or self._oldest(block, gone):
+            return found
+        return self._fullest(gone) if num_held < max(quota, self._used) else None
 
     def _fullest(self, gone: Iterable[Expert] = (), above: int = 0) -> Expert | None:
         """The least recently used one of the block that holds most, of those above so many."""

@@ -1,8 +1,8 @@
 """The memory that a model's weights are read into: the dense region, and a place for each block.
 
 Knows extents, spans and addresses. Knows no budget and no order of use. All blocks lie in one
-reservation, each at an address that never changes: an absent block has addresses and no memory. A
-block comes with all its experts, which lie behind it as in the file.
+reservation, each at an address that never changes: an absent block has addresses and no memory. Its
+experts lie behind it as in the file, and come with it or one by one.
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ from jitllm.formats.reader import Reader, Sums
 class Weights:
     """One container's weights; `close` them, or use them in a `with`.
 
-    Reads may run in several threads at once, one for a block.
+    Reads may run in several threads at once, one for a block or an expert.
     """
 
-    def __init__(self, container: Container, memory: Memory, *, direct: bool = True) -> None:
-        """Reserve every address; nothing is read yet.
+    def __init__(
+        self, container: Container, memory: Memory, *, direct: bool = True, apart: bool = False
+    ) -> None:
+        """Reserve every address; nothing is read yet. apart: experts come one by one.
 
         Raises `JitllmError` when the address space is too small, `PageError` when the file cannot
         be opened.
         """
         self._dense = container.header.dense
-        self._runs = runs(container.header.blocks, container.header.experts)
+        whole = runs(container.header.blocks, container.header.experts)
+        self._runs = tuple(run[:1] for run in whole) if apart else whole
+        self._experts = tuple(run[1:] if apart else () for run in whole)
         self.dense_bytes = round_up(self._dense.length)
         """What the dense region takes."""
         self.block_bytes = tuple(Sums(extents).length for extents in self._runs)
         """What each block uses while it is there, without the rest of its last page: a budget of
         so many times the largest extent holds so many blocks."""
         self._frame_bytes = tuple(map(round_up, self.block_bytes))
-        self._offsets, total = _lay_out(self._frame_bytes)
+        self._offsets, total = _lay_out([round_up(Sums(run).length) for run in whole])
         self._is_verified = bytearray(len(self._runs))
+        self._verified_experts: set[tuple[int, int]] = set()
         with ExitStack() as owned:
             self.reader = owned.enter_context(Reader(container.path, direct=direct))
             self._dense_span = owned.enter_context(memory.reserve(self.dense_bytes))
@@ -64,6 +69,20 @@ class Weights:
     def block_offsets(self) -> tuple[int, ...]:
         """Where in it the extent of each block begins, to be read while it is there."""
         return self._offsets
+
+    @property
+    def expert_bytes(self) -> dict[int, int]:
+        """What an expert takes, of each block that has some which come one by one."""
+        return {
+            block: max(round_up(extent.length) for extent in experts)
+            for block, experts in enumerate(self._experts)
+            if experts
+        }
+
+    @property
+    def num_experts(self) -> dict[int, int]:
+        """How many of them each such block has."""
+        return {block: len(experts) for block, experts in enumerate(self._experts) if experts}
 
     def read_dense(self) -> None:
         """Bring the dense region in. Raises `PageError`; it has no memory then."""
@@ -103,6 +122,30 @@ class Weights:
     def release(self, block: int) -> None:
         """Give the memory of `block` back to the system."""
         self._span.release(self._offsets[block], self._frame_bytes[block])
+
+    def read_expert(self, block: int, expert: int) -> None:
+        """Bring one expert in; the first time, its checksum is compared.
+
+        Raises `PageError`; the expert has no memory then.
+        """
+        extent, verify = self._experts[block][expert], (block, expert) not in self._verified_experts
+        offset = self._expert_offset(block, expert)
+        try:
+            view = self._span.view(offset, round_up(extent.length))
+            self.reader.read_extent(extent, view, verify=verify)
+        except BaseException:
+            self.release_expert(block, expert)
+            raise
+        self._verified_experts.add((block, expert))
+
+    def release_expert(self, block: int, expert: int) -> None:
+        """Give the memory of an expert back to the system."""
+        num_bytes = round_up(self._experts[block][expert].length)
+        self._span.release(self._expert_offset(block, expert), num_bytes)
+
+    def _expert_offset(self, block: int, expert: int) -> int:
+        begin = self._runs[block][0].offset
+        return self._offsets[block] + self._experts[block][expert].offset - begin
 
     @contextmanager
     def _filling(self, block: int) -> Iterator[memoryview]:

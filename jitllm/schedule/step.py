@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from jitllm.memory.use import Phase
+
 
 class SpanOutputs(StrEnum):
     """Which tokens of a span give logits."""
@@ -62,6 +64,12 @@ class SpanResult:
     prompt_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[int, float], ...] = ()
     prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+def phase_of(spans: Sequence[Span]) -> Phase:
+    """Whether a step computes any part of a prompt; a prompt of one token is like a reply."""
+    is_prompt = any(len(span.tokens) > 1 or not span.sample for span in spans)
+    return "prompt" if is_prompt else "decode"
 
 
 def following(spans: Sequence[Span], results: Sequence[SpanResult]) -> tuple[Span, ...]:

@@ -32,20 +32,36 @@ class FakeContainer:
             return file.read(extent.length)
 
 
-def write(path: Path, block_bytes: Sequence[int], dense_bytes: int = 5000) -> FakeContainer:
-    """A file with a dense region and one extent for each of `block_bytes`, clean on its disk."""
+def write(
+    path: Path,
+    block_bytes: Sequence[int],
+    dense_bytes: int = 5000,
+    expert_bytes: Sequence[int] = (),
+) -> FakeContainer:
+    """A file with a dense region and one extent for each of `block_bytes`, clean on its disk.
+
+    expert_bytes: of the experts of each block.
+    """
     rng = random.Random(1)
     extents = []
     with path.open("wb") as file:
         file.write(b"header".ljust(PAGE, b"\0"))
-        for num_bytes in (dense_bytes, *block_bytes):
+        of_blocks = [size for own in block_bytes for size in (own, *expert_bytes)]
+        for num_bytes in (dense_bytes, *of_blocks):
             offset = file.tell()
             data = rng.randbytes(num_bytes)
             file.write(data)
             extents.append(Extent(offset, num_bytes, xxhash.xxh3_64_intdigest(data)))
             file.write(bytes(-num_bytes % PAGE))
     drop_from_page_cache(path)
-    return FakeContainer(path, FakeHeader(extents[0], tuple(extents[1:])))
+    dense, *rest = extents
+    length = 1 + len(expert_bytes)
+    experts = tuple(
+        ExpertExtent(index // length, index % length - 1, extent)
+        for index, extent in enumerate(rest)
+        if index % length
+    )
+    return FakeContainer(path, FakeHeader(dense, tuple(rest[::length]), experts))
 
 
 def drop_from_page_cache(path: Path) -> None:

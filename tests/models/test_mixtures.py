@@ -41,10 +41,11 @@ async def test_a_budget_of_one_block_changes_nothing(
     """A block comes with all its experts: what is read is what all the blocks take."""
     path = tiny_model(name, weight_type)
     request = Request(tuple(range(5, 25)), max_tokens=8)
-    async with opened(path, read_ahead="off") as model:
+    async with opened(path, experts="blocks", read_ahead="off") as model:
         whole = await reply(model.engine, request)
         fixed = (await model.engine.stats()).pages.fixed_bytes
-    async with opened(path, read_ahead="off", maxmem_bytes=fixed + largest(path)) as model:
+    budget = fixed + largest(path)
+    async with opened(path, experts="blocks", read_ahead="off", maxmem_bytes=budget) as model:
         before = (await model.engine.stats()).pages
         tight = await reply(model.engine, request)
         after = (await model.engine.stats()).pages

@@ -166,3 +166,46 @@ def test_whatever_happens_the_books_are_right(data: st.DataObject) -> None:
             case "resize":
                 assert not pinned & set(experts.resize(data.draw(st.integers(0, 40))))
         experts.check()
+
+
+def test_a_prompt_takes_turns_with_its_own_and_leaves_those_of_others() -> None:
+    experts = ExpertResidency(dict.fromkeys(range(3), 1), room_bytes=6, used=2)
+    for block in range(3):
+        step(experts, block, [0, 1])
+    assert step(experts, 1, list(range(20))) == list(range(2, 20))
+    assert (held(experts, 0), held(experts, 2)) == ([0, 1], [0, 1])
+    assert len(held(experts, 1)) == 2
+
+
+def test_a_token_has_room_at_once_for_what_it_needs() -> None:
+    """Also where the quota of a block is less."""
+    experts = ExpertResidency(dict.fromkeys(range(3), 1), room_bytes=4, used=4)
+    step(experts, 0, [0, 1, 2, 3])
+    found = experts.admit(1, [5, 6, 7, 8, 9])
+    assert (found.reads, found.left) == ((5, 6, 7, 8), (9,))
+
+
+def test_experts_of_blocks_that_are_placed_no_more_go_when_they_may() -> None:
+    experts = of_equal_size(3, room=6)
+    for block in range(3):
+        step(experts, block, [0, 1])
+    found = experts.admit(2, [0])
+    assert found.present == (0,)
+    assert set(experts.place([0])) == {Expert(1, 0), Expert(1, 1), Expert(2, 1)}
+    assert experts.quota == 6
+    experts.release(2, [0])
+    assert experts.resize(6) == (Expert(2, 0),)
+    assert experts.held_bytes == 2
+    experts.check()
+
+
+def test_who_asks_again_for_what_is_kept_for_him_is_counted_once() -> None:
+    experts = of_equal_size(1, room=4)
+    experts.admit(0, [0, 1])
+    experts.arrive(0, 0)
+    experts.admit(0, [0, 1])
+    assert (experts.num_hits, experts.num_reads) == (0, 2)
+    experts.arrive(0, 1)
+    experts.release(0, [0, 1])
+    experts.admit(0, [0, 1])
+    assert (experts.num_hits, experts.num_reads) == (2, 2)

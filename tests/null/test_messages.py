@@ -23,6 +23,7 @@ RECEIVERS = {
 }
 SENDERS = {"client": "client", "scheduler": "scheduler", "device": "device", "pager": "pager"}
 SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks for what it needs
+SENDERS |= {"experts": "pager", "mixtures": "device"}  # parts of them
 SENDERS |= {"supply": "device", "copied_weights": "device", "vulkan_recipe": "device"}
 SENDERS |= {"member": "member", "manager": "manager"}
 SENDERS |= {"route": "scheduler", "relocate": "scheduler", "park": "scheduler"}  # parts of it

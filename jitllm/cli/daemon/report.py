@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jitllm.cli.daemon.tables import columns
-from jitllm.units import counted, format_duration, format_size
+from jitllm.units import counted, format_duration, format_rate, format_size
 
 Plain = Mapping[str, Any]
 
@@ -25,9 +25,31 @@ def pages_lines(found: Plain) -> list[str]:
         f"resident {pages['resident']}   page-ins {pages['page_ins']}   "
         f"evictions {pages['evictions']}   read {format_size(pages['bytes_read'])}",
     ]
+    for phase, use in pages.get("phases", {}).items():
+        if use["requests"]:
+            lines.append(_phase_line(phase, use))
+    if use := pages.get("experts"):
+        needed = use["hits"] + use["reads"]
+        lines.append(
+            f"experts {use['hits'] / max(needed, 1):.1%} of {needed} were there   "
+            f"read {format_size(use['bytes_read'])}   waited {format_duration(use['wait_s'])}   "
+            f"held {format_size(use['held_bytes'])} of {format_size(use['room_bytes'])}"
+        )
     if pages["over_budget_bytes"] > 0:
         lines.append(f"* OVER BUDGET by {format_size(pages['over_budget_bytes'])}")
     return lines
+
+
+def _phase_line(phase: str, use: Plain) -> str:
+    """What was read in a phase."""
+    rate = format_rate(use["bytes_read"] / use["seconds"]) if use["seconds"] else "at once"
+    line = (
+        f"  {phase:<6}   read {format_size(use['bytes_read'])}   "
+        f"{counted(use['requests'], 'request')}   {counted(use['faults'], 'fault')}   {rate}"
+    )
+    if use["tokens"]:
+        line += f"   {format_size(use['bytes_read'] / use['tokens'])} a token"
+    return line
 
 
 def device_lines(devices: Iterable[Plain]) -> list[str]:

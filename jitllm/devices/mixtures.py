@@ -1,0 +1,115 @@
+"""Blocks of a program whose experts are not there before a step has chosen among them.
+
+Such a block is computed in three parts: up to the choice, what the chosen experts say, and the
+rest. The second one may be run several times, each time with some of the experts: a pair of a token
+and an expert has rows of its own, and what is written elsewhere meanwhile is written again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jitllm.kernels.dispatch import HEAD_BYTES, RECORD_BYTES
+from jitllm.kernels.expert_matmul import ExpertMatMul
+from jitllm.kernels.op import Op
+
+if TYPE_CHECKING:
+    from jitllm.devices.host import HostProgram, Pass
+
+_HEAD, _RECORD = HEAD_BYTES // 4, RECORD_BYTES // 4  # in words
+
+
+def parts(ops: Sequence[Op]) -> list[Sequence[Op]]:
+    """A block of a mixture in its three parts; any other in one."""
+    chosen = [index for index, op in enumerate(ops) if isinstance(op, ExpertMatMul)]
+    if not chosen:
+        return [ops]
+    first, stop = chosen[0], chosen[-1] + 1
+    return [ops[:first], ops[first:stop], ops[stop:]]
+
+
+def _first(ops: Sequence[Op]) -> ExpertMatMul | None:
+    """The first product with experts of a block."""
+    return next((op for op in ops if isinstance(op, ExpertMatMul)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Sections of a program that are run together; then come the chosen experts of `block`, if that
+    is not None. begun: blocks that begin there."""
+
+    sections: range
+    begun: range
+    block: int | None
+
+
+class MixtureProgram:
+    """A program of which some blocks have experts that come one by one."""
+
+    def __init__(self, program: HostProgram, blocks: Sequence[Sequence[Op]]) -> None:
+        """blocks: the ops of all blocks of the program, in order."""
+        self._program = program
+        found = {block: product for block, ops in enumerate(blocks) if (product := _first(ops))}
+        # Blocks have their tables in the same memory, one after the other.
+        ((self._table, self._used),) = {(op.table, op.used) for op in found.values()}
+        self._sections = {block: program.blocks[block].start + 1 for block in found}
+        self._starts = [sections.start for sections in program.blocks]
+        self._blocks = {section: block for block, section in self._sections.items()}
+        self._panels: dict[int, list[list[int]]] = {}
+
+    def stretches(
+        self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool
+    ) -> Iterator[Stretch]:
+        """`HostProgram.run`, stretch by stretch."""
+        for sections in self._program.sections(
+            start, stop, embeds=embeds, begins=begins, ends=ends
+        ):
+            first = sections.start
+            for section in sections:
+                if (block := self._blocks.get(section)) is not None:
+                    yield self._stretch(first, section, block)
+                    first = section + 1
+            yield self._stretch(first, sections.stop, None)
+
+    def _stretch(self, first: int, stop: int, block: int | None) -> Stretch:
+        begun = range(bisect_left(self._starts, first), bisect_left(self._starts, stop))
+        return Stretch(range(first, stop), begun, block)
+
+    def run(self, stretch: Stretch, passes: Iterable[Pass]) -> None:
+        """One native call without passes; these are of blocks that begin there."""
+        self._program.run_sections(stretch.sections, passes)
+
+    def needed(self) -> tuple[int, ...]:
+        """The experts that were chosen in the block that was computed last, each of them once."""
+        words = self._words()
+        stop = _HEAD + _RECORD * words[0]
+        self._panels = {}
+        for first in range(_HEAD, stop, _RECORD):
+            expert = words[first + 1]
+            self._panels.setdefault(expert, []).append(words[first + 1 : first + 4].tolist())
+        return tuple(self._panels)
+
+    def ask(self, block: int, experts: Sequence[int]) -> None:
+        """Compute what some of the needed experts of `block` say. They must be resident."""
+        words = self._words()
+        panels = [panel for expert in experts for panel in self._panels[expert]]
+        words[0] = len(panels)
+        for first, panel in zip(range(_HEAD, len(words), _RECORD), panels, strict=False):
+            for word, value in enumerate(panel, first + 1):
+                words[word] = value
+        section = self._sections[block]
+        self._program.run_sections(range(section, section + 1))
+
+    def rows_of(self, expert: int) -> tuple[int, ...]:
+        """The rows of the step with a token that needs one of the needed experts."""
+        words, row_of = self._words(), self._program.step.row_of
+        places = (n for _, start, stop in self._panels[expert] for n in range(start, stop))
+        pairs = (words[_HEAD + _RECORD * n] for n in places)
+        return tuple(sorted({row_of[pair // self._used] for pair in pairs}))
+
+    def _words(self) -> memoryview:
+        """The table of `kernels/dispatch`."""
+        return self._program.rows(self._table, self._program.limits.tokens).cast("i")
