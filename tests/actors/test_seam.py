@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from actors.messages import (
 )
 from actors.relocate import Mover
 from jitllm.engine import Delta, Finish, Moved, Request
-from jitllm.errors import OutOfPages
+from jitllm.errors import JitllmError, OutOfPages
 from jitllm.schedule.placement import Placement
 from tests.actors.movable_device import A, B, Fault, Scene, moving, reply_to
 from tests.actors.test_scheduler import all_of, tokens
@@ -320,3 +321,40 @@ async def test_where_the_host_has_no_room_either_the_reply_says_so(kind: type) -
         assert isinstance(deltas[-1].error, OutOfPages)
         check_reply(await all_of(scene.client, SHORT), SHORT)
         scene.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whatever_happens(seed: int) -> None:
+    """Little room, replies of any length, faults, blocks that somebody moves: no reply changes."""
+    dice = random.Random(seed)
+    faults: dict[str, list[Fault]] = {A: [], CARD: []}
+    for _ in range(2):
+        fault = Fault(dice.choice(KINDS), dice.randint(2, 20), dice.choice(("dies", "hangs")))
+        faults[dice.choice((A, CARD))].append(fault)
+    choices: dict[str, Any] = {
+        "relocates": True,
+        "page_tokens": 2 * dice.randint(0, 1),
+        "budgets": {CARD: ALL_THERE + dice.randint(20, 60)},
+        "warns": dice.random() < 0.7,
+        "tunes": dice.random() < 0.3,
+    }
+    if dice.random() < 0.3:
+        choices["grows_to"] = Placement.all_on(CARD, 3)
+    where = "0000" if "grows_to" in choices else "1111"
+    async with moving(faults, where, with_memory=[CARD], **choices) as scene:
+
+        async def ask() -> None:
+            for _ in range(4):
+                prompt = tuple(dice.choices(range(1, 9), k=dice.randint(1, 20)))
+                request = Request(prompt, max_tokens=dice.randint(1, 40))
+                check_reply(await all_of(scene.client, request), request)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(ask())
+            for _ in range(dice.randint(0, 2)):
+                await asyncio.sleep(0.01)
+                blocks = dice.sample(range(3), dice.randint(1, 3))
+                with suppress(JitllmError):
+                    await scene.client.move(blocks, dice.choice((A, CARD)))
+        check_reply(await all_of(scene.client, SHORT), SHORT)
