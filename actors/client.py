@@ -144,6 +144,9 @@ class Client:
             parked_disk_bytes=scheduler.parked_disk_bytes,
             parked_memory_bytes=scheduler.parked_memory_bytes,
             park_totals=scheduler.park_totals,
+            prefix_disk_bytes=scheduler.prefix_disk_bytes,
+            prefix_waiting_bytes=scheduler.prefix_waiting_bytes,
+            prefix_totals=scheduler.prefix_totals,
         )
 
     async def _uses(self) -> dict[str, tuple[PagerStats, DeviceStats]]:

@@ -29,6 +29,7 @@ class Seat:
 
     memory: its ids and biases as the kernel reads them. num_published: page sets
     that others may share, and digest: the name of the last of them. shares: whether it takes part.
+    namespace: what those names begin with.
     """
 
     sampling: Sampling
@@ -41,6 +42,7 @@ class Seat:
     num_published: int
     digest: bytes
     stop_ids: frozenset[int]
+    namespace: bytes
 
     def num_top(self, span: Span) -> int:
         """Likeliest tokens to name at each output of a span."""

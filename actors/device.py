@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from ctypes import c_char_p, c_void_p, cast, string_at
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TypeVar, assert_never
@@ -285,7 +285,7 @@ class Device(Actor):
         if not self._ownership.held:
             raise Lost(self._name, "it began again, and knows nothing of before")
         await self._close(message.sequence)
-        wanted = prefix.reusable(message.tokens, self._pages.page_tokens)
+        wanted = prefix.reusable(message.tokens, self._pages.page_tokens, message.namespace)
         wanted = wanted[: message.max_cached // self._pages.page_tokens]
         try:
             seat_memory, num_cached = self._take_seat(message, wanted)
@@ -305,8 +305,9 @@ class Device(Actor):
             message.promised_tokens,
             bool(message.tokens),
             num_published,
-            wanted[num_published - 1] if num_published else b"",
+            wanted[num_published - 1] if num_published else message.namespace,
             message.stop_ids,
+            message.namespace,
         )
         seat.memory.write(0, array("i", message.tokens[:num_cached]))
         reserved = await self._charge()
@@ -405,12 +406,12 @@ class Device(Actor):
         )
         return num_sets * pages.set_bytes > room_bytes + pages.idle_bytes
 
-    def _publish(self, span: Span) -> None:
-        """What a span filled may be shared from now on: nobody writes to a full page again."""
-        seat, size = self._seats[span.sequence], self._pages.page_tokens
-        while seat.shares and (stop := (seat.num_published + 1) * size) <= span.stop:
+    def _publish(self, sequence: int, num_tokens: int) -> None:
+        """Pages that so many positions fill may be shared: nobody writes to a full page again."""
+        seat, size = self._seats[sequence], self._pages.page_tokens
+        while seat.shares and (stop := (seat.num_published + 1) * size) <= num_tokens:
             seat.digest = prefix.extend(seat.digest, seat.memory.history[stop - size : stop])
-            self._pages.publish(span.sequence, seat.num_published, seat.digest)
+            self._pages.publish(sequence, seat.num_published, seat.digest)
             seat.num_published += 1
 
     # --- steps -------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ class Device(Actor):
         await self._begin(message)
         await self._run(message)
         for span in message.spans:
-            self._publish(span)
+            self._publish(span.sequence, span.stop)
         if not message.has_head:
             hidden = self._hand_hidden(message)
             return StepDone(message.step_id, (), (), hidden, is_short=self._is_short)
@@ -430,7 +431,14 @@ class Device(Actor):
             if span.sequence in message.logits and span.num_outputs:
                 logits.append((span.sequence, self._rows(row, span.num_outputs)))
             row += span.num_outputs
-        return StepDone(message.step_id, results, tuple(logits), is_short=self._is_short)
+        last_hidden = self._last_hidden(message) if message.last_hidden else ()
+        return StepDone(
+            message.step_id,
+            results,
+            tuple(logits),
+            last_hidden=last_hidden,
+            is_short=self._is_short,
+        )
 
     async def _begin(self, message: Step) -> None:
         """Have pages for a leg, and everything written down that its kernels read."""
@@ -469,6 +477,17 @@ class Device(Actor):
         num_bytes = self._hidden.stride_bytes * sum(len(span.tokens) for span in message.spans)
         self._runner.hand_hidden(self._outbox.address, num_bytes)
         return self._carried(0, num_bytes, inline=message.inline)
+
+    def _last_hidden(self, message: Step) -> tuple[tuple[int, bytes], ...]:
+        """Copies of the hidden states that are asked for; the head leaves them as they are."""
+        self._hand_hidden(message)
+        rows, size, token = [], self._hidden.stride_bytes, 0
+        for span in message.spans:
+            token += len(span.tokens)
+            if span.sequence in message.last_hidden:
+                row = string_at(self._outbox.address + (token - 1) * size, size)
+                rows.append((span.sequence, row))
+        return tuple(rows)
 
     def _carried(self, offset: int, num_bytes: int, *, inline: bool) -> Carried:
         """Bytes of the outbox, for whoever asked."""
@@ -644,7 +663,7 @@ class Device(Actor):
     def _land(self, flight: _Flight, outcome: Outcome, is_last: bool) -> None:
         """One step of a flight is done."""
         for span in flight.spans:
-            self._publish(span)
+            self._publish(span.sequence, span.stop)
         results = self._results(flight.spans, outcome)
         flight.steps.put(StepDone(flight.step_id, results, (), is_short=self._is_short))
         flight.step_id, flight.spans = flight.step_id + 1, following(flight.spans, results)
@@ -733,7 +752,7 @@ class Device(Actor):
         await self._supply.complete(message.blocks)
         self._pages.adopt(block for block in message.blocks if block != self._head)
         for seat in self._seats.values():  # what others may share is whole again
-            seat.num_published, seat.digest = 0, b""
+            seat.num_published, seat.digest = 0, seat.namespace
 
     async def _forget(self, gone: frozenset[int]) -> None:
         """Give back what is here of some blocks."""
@@ -786,6 +805,7 @@ class Device(Actor):
         *,
         out: bool,
         first: int = 0,
+        last: int = 1 << 62,
     ) -> array[int]:
         """The copies between pieces at an address, one after the other, and pages; of sequences
         that have ended there are none. See `History.copies`."""
@@ -801,6 +821,7 @@ class Device(Actor):
                     address,
                     out=out,
                     first=first,
+                    last=last,
                 )
             address += self._num_bytes(blocks, (piece,))
         return table
@@ -820,25 +841,30 @@ class Device(Actor):
         if not is_mine or any(piece.sequence not in self._seats for piece in parcel.pieces):
             raise Lost(self._name, "it began again, and knows nothing of before")
         await self._halt()
-        return await self._take_in(parcel, message.start)
+        unpacked = await self._take_in(parcel, message.start, message.stop)
+        for piece in parcel.pieces:
+            self._publish(piece.sequence, message.whole)
+        return unpacked
 
-    async def _take_in(self, parcel: Parcel, first: int = 0) -> Unpacked:
-        """Copy what is in a parcel, from position `first` on, into the pages of its sequences."""
+    async def _take_in(self, parcel: Parcel, first: int = 0, last: int = 1 << 62) -> Unpacked:
+        """Copy what is in a parcel of positions [first, last) into the pages of its sequences."""
         began_s = perf_counter()
         num_pages = 0
         # Some may have ended while this was on its way.
         pieces = [piece for piece in parcel.pieces if piece.sequence in self._seats]
-        for piece in pieces:
+        taken = [replace(piece, tokens=piece.tokens[: last - piece.start]) for piece in pieces]
+        for piece in taken:
             seat = self._seats[piece.sequence]
             await self._grow(piece.sequence, piece.stop)
             start = max(piece.start, first)
             seat.memory.write(start, array("i", piece.tokens[start - piece.start :]))
             size = self._pages.page_tokens
             num_pages += len(parcel.blocks) * (-(-piece.stop // size) - start // size)
-        tables = partial(self._copies, parcel.blocks, parcel.pieces, out=False, first=first)
-        await self._overflow.fit_around(pieces)
+        blocks, whole = parcel.blocks, parcel.pieces
+        tables = partial(self._copies, blocks, whole, out=False, first=first, last=last)
+        await self._overflow.fit_around(taken)
         if num_pages:
-            at_hand = self._overflow.at_hand(parcel.blocks, pieces, is_written=True, first=first)
+            at_hand = self._overflow.at_hand(blocks, taken, is_written=True, first=first)
             with self._readable(parcel.data) as address:
                 async with at_hand:
                     await self._runner.unpack(tables, parcel.num_bytes, address)

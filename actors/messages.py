@@ -23,6 +23,7 @@ from jitllm.engine import (
     MoveTotals,
     ParkedIn,
     ParkTotals,
+    PrefixTotals,
     Request,
     Sampling,
     SessionState,
@@ -341,7 +342,8 @@ class StepDone:
     """A step's results in the order of its spans; logits by sequence, where asked for.
 
     hidden: after a leg that is not the last one, what the next one begins with. is_short: there is
-    no memory for one more page of every sequence.
+    no memory for one more page of every sequence. last_hidden: by sequence the hidden state of the
+    last token of its span, where asked for.
     """
 
     step_id: int
@@ -349,6 +351,7 @@ class StepDone:
     logits: tuple[tuple[int, Logits], ...]
     hidden: Carried | None = None
     is_short: bool = False
+    last_hidden: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +461,7 @@ class Open(Message[Opened | Refused]):
     empty where all of it has to be computed.
     must_fit: take it even over budget, because nothing else runs. stop_ids: tokens that end it.
     max_cached: no more positions than that can have been computed, because another device of the
-    route has no more.
+    route has no more. namespace: what the names of its prefixes begin with.
     """
 
     sequence: int
@@ -471,6 +474,7 @@ class Open(Message[Opened | Refused]):
     must_fit: bool
     stop_ids: frozenset[int] = frozenset()
     max_cached: int = 1 << 62
+    namespace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +490,8 @@ class Step(Message[StepDone]):
 
     hidden: what the leg before ended with; None for the first leg, which begins with the tokens.
     inline: hand hidden states on as bytes, because the next leg is on another node. logits:
-    sequences whose rows are handed out.
+    sequences whose rows are handed out. last_hidden: sequences of which the hidden state of the
+    last token is, before the head.
     """
 
     step_id: int
@@ -497,6 +502,7 @@ class Step(Message[StepDone]):
     hidden: Carried | None = None
     inline: bool = False
     logits: tuple[int, ...] = ()
+    last_hidden: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,12 +593,16 @@ class Unpack(Message[Unpacked]):
 class Restore(Message[Unpacked]):
     """Keys and values of your own blocks come back, of a sequence that has a seat here.
 
-    start: positions below it are there already. Refused with `Lost` by a device that knows nothing
-    of the sequence or does not own the blocks. Twice is as good as once.
+    start, stop: positions outside of these are passed over. whole: below it everything of these
+    positions is there now, of all your blocks, so that others may share it. Refused with `Lost` by
+    a device that knows nothing of the sequence or does not own the blocks. Twice is as good as
+    once.
     """
 
     parcel: Parcel
     start: int = 0
+    stop: int = 1 << 62
+    whole: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -702,6 +712,9 @@ class SchedulerStats:
     parked_disk_bytes: int = 0
     parked_memory_bytes: int = 0
     park_totals: ParkTotals = field(default_factory=ParkTotals)
+    prefix_disk_bytes: int = 0
+    prefix_waiting_bytes: int = 0
+    prefix_totals: PrefixTotals = field(default_factory=PrefixTotals)
 
 
 @dataclass(frozen=True, slots=True)

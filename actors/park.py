@@ -8,7 +8,7 @@ devices, parcels and stores. Decides nothing about who waits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from time import perf_counter
 
 from actors.actor import Ref
 from actors.beside import beside
-from actors.mailbox import Lost, Stopped
-from actors.messages import Pack, Parcel, Piece, Reserve, Restore
+from actors.charge import HostCharge
+from actors.mailbox import Lost
+from actors.messages import Pack, Parcel, Piece, Restore
 from actors.relocate import PARCEL_BYTES
 from actors.route import Route
 from jitllm.engine import ParkedIn, ParkTotals
@@ -45,7 +46,7 @@ class Parker:
         self._layout = Layout(kv_bytes, PARCEL_BYTES)
         self._folder = folder
         self._parked: dict[int, Parked] = {}
-        self._charged: tuple[Ref, int] | None = None  # at which pager, and with what
+        self._charge = HostCharge(route, CHARGED_AS)
         self._park_s = self._resume_s = 0.0
         self.totals = ParkTotals()
 
@@ -108,7 +109,7 @@ class Parker:
                 if not blocks:
                     continue
                 device = self._route.sites[name].device
-                parcel = await _packed(device, Pack(blocks, pieces, True, epoch, 0))
+                parcel = await packed(device, Pack(blocks, pieces, True, epoch, 0))
                 await beside(partial(_put, parked, blocks, start, stop, parcel))
 
     # --- in ----------------------------------------------------------------------------------
@@ -163,16 +164,7 @@ class Parker:
         num_bytes = self.held_bytes("memory")
         if leaving is not None and leaving.where == "memory":
             num_bytes -= leaving.num_bytes
-        # A pager without blocks has no room but for what it was charged with before.
-        pager = self._route.sites[self._route.placement.blocks[0]].pager
-        before, self._charged = self._charged, (pager, num_bytes)
-        if before == self._charged or not (num_bytes or (before and before[1])):
-            return
-        with suppress(Stopped):  # then there is no budget either
-            if before is not None and before[0] != pager:
-                await before[0].ask(Reserve(CHARGED_AS, 0, CHARGED_AS))
-        with suppress(Stopped):
-            await pager.ask(Reserve(CHARGED_AS, num_bytes, CHARGED_AS))
+        await self._charge.set(num_bytes)
 
     @contextmanager
     def _counting_failures(self) -> Iterator[None]:
@@ -187,8 +179,9 @@ def _piece(sequence: TokenStream, start: int, stop: int) -> Piece:
     return Piece(sequence.id, start, tuple(sequence.tokens[start:stop]))
 
 
-async def _packed(device: Ref, pack: Pack) -> bytes:
-    """What a device has of the pieces. Raises `Lost` for one that has not all of them."""
+async def packed(device: Ref, pack: Pack) -> bytes:
+    """What a device has of the pieces, between two steps. Raises `Lost` for one that has not all of
+    them."""
     try:
         parcel: Parcel = await device.ask(pack)
     except Stale as error:  # nothing moves between two steps: it owns no block yet

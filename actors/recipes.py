@@ -49,6 +49,8 @@ from jitllm.memory.history import History
 from jitllm.memory.page_file import PageFile
 from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.pages import KvPages
+from jitllm.memory.prefix_file import PIECE_TOKENS
+from jitllm.memory.prefix_store import PrefixFolder
 from jitllm.memory.spill import Spill
 from jitllm.models.graph import Graph
 from jitllm.schedule.placement import Decline, Placement
@@ -88,7 +90,8 @@ class SchedulerRecipe:
     """A scheduler of one model. sites: its devices by name. host_bytes: what it may take on each
     host. block_bytes, kv_bytes: as a `Mover` wants them. declines: what was asked for of the
     placement in vain. fairness: level of time slices. park_folder: where parked sequences go.
-    relocates, grows_to, tunes: see `Scheduler`. gpus_fall_back: see `Route`."""
+    relocates, grows_to, tunes: see `Scheduler`. gpus_fall_back: see `Route`. prefixes: where
+    prefixes are kept, if they are."""
 
     sites: Mapping[str, Site]
     placement: Placement
@@ -109,6 +112,7 @@ class SchedulerRecipe:
     grows_to: Placement | None = None
     tunes: bool = False
     gpus_fall_back: bool = True
+    prefixes: PrefixFolder | None = None
 
     async def make(self) -> Scheduler:
         """See `Recipe`."""
@@ -134,6 +138,7 @@ class SchedulerRecipe:
             relocates=self.relocates,
             grows_to=self.grows_to,
             tunes=self.tunes,
+            prefixes=self.prefixes,
         )
 
 
@@ -188,8 +193,9 @@ class ModelOnDevice:
     @property
     def parcel_bytes(self) -> int:
         """The largest piece of history that travels at once."""
-        position = History(self.graph.kv, self.kv_type).num_bytes(range(len(self.graph.kv)), 1)
-        return max(PARCEL_BYTES, position)
+        history, blocks = History(self.graph.kv, self.kv_type), range(self.graph.num_blocks)
+        piece = max((history.num_bytes((block,), PIECE_TOKENS) for block in blocks), default=0)
+        return max(PARCEL_BYTES, history.num_bytes(blocks, 1), piece)
 
     def outbox(self) -> Span:
         """Memory for hidden states of a step, then for a parcel of history."""

@@ -244,11 +244,17 @@ class Mover:
     async def without(self, sequence: int) -> AsyncIterator[None]:
         """A sequence leaves its seats within it: what has arrived of it is not there any more.
 
-        Nothing is on its way meanwhile, and so whoever is within it may have devices pack parcels,
-        which would take the place of others that have not been read yet.
+        It is `undisturbed` too.
         """
-        async with self._carrying:
+        async with self.undisturbed():
             self.fell_back(sequence, 0)
+            yield
+
+    @asynccontextmanager
+    async def undisturbed(self) -> AsyncIterator[None]:
+        """Nothing is on its way within it, and so whoever is may have devices pack parcels, which
+        would take the place of others that have not been read yet."""
+        async with self._carrying:
             yield
 
     # --- prepare -----------------------------------------------------------------------------

@@ -243,8 +243,22 @@ class Route:
                 self.short = (leg.device,) * done.is_short
                 yield done
 
+    async def head(
+        self, step_id: int, spans: tuple[Span, ...], logits: tuple[int, ...], hidden: bytes
+    ) -> StepDone:
+        """The end of a forward pass, from what its last block ended with."""
+        placement = self._placement
+        stop = placement.num_blocks
+        step = Step(step_id, spans, stop, stop, True, hidden, logits=logits)
+        done: StepDone = await self._device(placement.head).ask(step)
+        return done
+
     async def step(
-        self, step_id: int, spans: tuple[Span, ...], logits: tuple[int, ...]
+        self,
+        step_id: int,
+        spans: tuple[Span, ...],
+        logits: tuple[int, ...],
+        last_hidden: tuple[int, ...] = (),
     ) -> StepDone:
         """One forward pass, leg by leg."""
         hidden: Carried | None = None
@@ -262,6 +276,7 @@ class Route:
                     hidden,
                     not is_last and self.sites[self._legs[index + 1].device].node != node,
                     logits,
+                    last_hidden,
                 )
             )
             hidden = done.hidden

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
@@ -43,6 +43,7 @@ from actors.messages import (
 from actors.park import Parker
 from actors.parts import Parts
 from actors.relocate import Mover
+from actors.remember import PrefixCache
 from actors.reply import Reply
 from actors.route import Route
 from actors.seam import Seam
@@ -59,6 +60,7 @@ from jitllm.engine import (
 from jitllm.errors import Draining, JitllmError, OutOfPages, PageError, QueueFull, UnknownSession
 from jitllm.log import logger
 from jitllm.memory import prefix
+from jitllm.memory.prefix_store import PrefixFolder
 from jitllm.schedule import plan
 from jitllm.schedule.fair import Fairness
 from jitllm.schedule.pace import Pace
@@ -100,7 +102,7 @@ class Scheduler(Actor):
     for none. park_folder: where files of parked sequences go. relocates: blocks of a device with
     memory of its own go home for keys and values that it has no room for. grows_to: a placement to
     which blocks go one by one, once there are replies. tunes: fewer blocks are tried on such a
-    device.
+    device. prefixes: where prefixes are kept, if they are.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Scheduler(Actor):
         relocates: bool = False,
         grows_to: Placement | None = None,
         tunes: bool = False,
+        prefixes: PrefixFolder | None = None,
     ) -> None:
         self._route = route
         self._mover = Mover(route, self, block_bytes, kv_bytes, move_share)
@@ -159,6 +162,13 @@ class Scheduler(Actor):
         self._done_s = 0.0  # when the last step was done
         self._wake = asyncio.Event()
         self._stepping = asyncio.Lock()
+        self._prefixes = PrefixCache(
+            route,
+            prefixes,
+            self._mover.undisturbed,
+            lambda work, name: self.context.begin(work, name),
+            self._wake.set,
+        )
         self.num_losses = 0
         """Losses that sequences began again after."""
         self._recovery_s = 0.0  # until devices could go on, the last time
@@ -168,6 +178,7 @@ class Scheduler(Actor):
     async def on_start(self) -> None:
         """Every device learns what is its own; then begin stepping."""
         await self._route.settle()
+        self.context.begin(self._prefixes.scan(), "find prefixes")
         self.context.begin(self._run(), "steps")
 
     async def on_stop(self) -> None:
@@ -176,6 +187,7 @@ class Scheduler(Actor):
             if not reply.is_done:
                 self._finish(reply, Finish.CANCELLED)
         self._parker.close()
+        await self._prefixes.close()
 
     async def receive(self, message: SchedulerMessage) -> object:
         """Handle one message."""
@@ -231,6 +243,9 @@ class Scheduler(Actor):
             parked_disk_bytes=self._parker.held_bytes("disk"),
             parked_memory_bytes=self._parker.held_bytes("memory"),
             park_totals=self._parker.totals,
+            prefix_disk_bytes=self._prefixes.held_bytes,
+            prefix_waiting_bytes=self._prefixes.waiting_bytes,
+            prefix_totals=self._prefixes.totals,
         )
 
     async def _arrange(self, message: Arrange) -> Arranged:
@@ -250,7 +265,7 @@ class Scheduler(Actor):
         check(request, vocab=self._vocab, context_tokens=self._context_tokens)
         if not plan.has_room(self._waiting, self._running, self._budget, self._max_queue):
             raise QueueFull(self._max_queue)
-        num_prompt = len(request.prompt)
+        num_prompt, root = len(request.prompt), prefix.root(request.namespace)
         wanted = self._context_tokens if request.max_tokens is None else request.max_tokens
         sequence = Sequence(
             id=self._next_id,
@@ -259,9 +274,10 @@ class Scheduler(Actor):
             max_tokens=min(num_prompt + wanted, self._context_tokens),
             chunk_tokens=request.chunk_tokens,
             is_high=request.priority is Priority.HIGH,
-            prefix=self._prefix(request),
+            prefix=self._prefix(request, root),
             all_outputs=request.outputs is Outputs.ALL,
             queued_s=time.perf_counter(),
+            namespace=root,
         )
         is_held = bool(request.name) and request.name in map(self._name, self._held)
         self._next_id += 1
@@ -271,11 +287,11 @@ class Scheduler(Actor):
         self._interrupt()
         return deltas
 
-    def _prefix(self, request: Request) -> tuple[bytes, ...]:
+    def _prefix(self, request: Request, root: bytes) -> tuple[bytes, ...]:
         """Of the pages that need not be computed for it; none where all positions give outputs."""
         if not self._page_tokens or request.outputs is Outputs.ALL:
             return ()
-        return prefix.reusable(request.prompt, self._page_tokens)
+        return prefix.reusable(request.prompt, self._page_tokens, root)
 
     def _push(self, reply: Reply, delta: Delta) -> None:
         """Hand a delta to the client; one with a finish is the last."""
@@ -285,6 +301,7 @@ class Scheduler(Actor):
             reply.deltas.end()
             self._replies.pop(reply.sequence.id, None)
             self._parker.forget(reply.sequence.id)
+            self._prefixes.forget(reply.sequence.id)
 
     def _cancel(self, request_id: int) -> None:
         """The client has gone: end its request between two steps."""
@@ -467,6 +484,7 @@ class Scheduler(Actor):
         """Give seats to whoever there is room for; what there is no memory for, though nothing
         else runs."""
         await self._parker.charge()
+        await self._prefixes.charge()
         if self._num_steps % RETRY_STEPS == 0 or not self._running or self._victims():
             self._refused_tokens = None
         while sequence := plan.next_admission(
@@ -490,6 +508,9 @@ class Scheduler(Actor):
                 continue
             if isinstance(opened, Opened):
                 self._begin(sequence, opened.num_cached)
+                if (hidden := self._prefixes.take_hidden(sequence.id)) is not None:
+                    sequence.num_computed -= 1  # its last token still goes through the head
+                    await self._step(plan.spans([sequence], self._budget), hidden)
                 continue
             if self._refused_tokens is None:  # others need less, and may still be let in
                 self._refused = _Refusal(sequence, opened)
@@ -498,12 +519,17 @@ class Scheduler(Actor):
         return None
 
     async def _seat(self, sequence: Sequence) -> Opened | Refused:
-        """Give a sequence its seats, and what is parked of it."""
+        """Give a sequence its seats, and what is parked of it, or kept of what it begins with."""
         await self._parker.charge(without=sequence.id)
         opening = self.opening(sequence)
         opened = await self._route.open(opening)
-        if isinstance(opened, Refused) or self._parker.get(sequence.id) is None:
+        if isinstance(opened, Refused):
             return opened
+        if self._parker.get(sequence.id) is None:
+            num_cached = await self._prefixes.restore(sequence, opened.num_cached)
+            if num_cached > opened.num_cached:
+                await self._route.open_at_guests(opening)  # where a move began meanwhile
+            return replace(opened, num_cached=num_cached)
         try:
             await self._parker.restore(sequence, opened.num_cached)
         except Stopped:
@@ -562,6 +588,7 @@ class Scheduler(Actor):
             request.top_logprobs,
             must_fit=not self._running,
             stop_ids=frozenset(request.stop_ids),
+            namespace=sequence.namespace,
         )
 
     def _begin(self, sequence: Sequence, num_cached: int) -> None:
@@ -584,10 +611,20 @@ class Scheduler(Actor):
         prompt_tokens = self._pace.prompt_tokens(num_replies, others_wait)
         return plan.spans(self._running, self._budget, prompt_tokens)
 
-    async def _step(self, spans: tuple[Span, ...]) -> OutOfPages | None:
-        """Compute a step, and those that go on from it; what there was no memory for."""
+    async def _step(
+        self, spans: tuple[Span, ...], hidden: bytes | None = None
+    ) -> OutOfPages | None:
+        """Compute a step, and those that go on from it; what there was no memory for.
+
+        hidden: what its last block would end with, so that only the head is left.
+        """
         replies = [self._replies[span.sequence] for span in spans]
         wants_logits = tuple(r.sequence.id for r in replies if r.request.logits)
+        wants_hidden = tuple(
+            span.sequence
+            for span, reply in zip(spans, replies, strict=True)
+            if hidden is None and self._prefixes.wants_hidden(reply.sequence, span.stop)
+        )
         prompts = [
             len(span.tokens)
             for span, reply in zip(spans, replies, strict=True)
@@ -596,6 +633,8 @@ class Scheduler(Actor):
         self._goes_on = (
             self._pace.is_quick
             and not wants_logits
+            and not wants_hidden
+            and hidden is None
             and not self._cancelled
             and plan.goes_on(spans, self._running, self._waiting)
         )
@@ -603,14 +642,24 @@ class Scheduler(Actor):
         num_replies, num_prompt = len(spans) - len(prompts), sum(prompts)
         ended: list[tuple[Reply, Delta]] = []
         short: OutOfPages | None = None
+        first = spans
         try:
-            async for done in self._compute(spans, wants_logits):
+            async for done in self._compute(spans, wants_logits, wants_hidden, hidden):
                 now_s = self._done_s = time.perf_counter()
                 self._pace.observe(num_replies, num_prompt, now_s - began_s)
                 self._seam.observe(num_replies, num_prompt, now_s - began_s)
                 ended += self._apply(spans, done, now_s)
                 began_s, num_replies, num_prompt = now_s, len(spans), 0
                 spans = following(spans, done.results)
+            last_hidden = dict(done.last_hidden)
+            over = {reply.sequence.id for reply, _ in ended}
+            for span, reply in zip(first, replies, strict=True):
+                if span.sequence in over or span.start < reply.sequence.num_prompt:
+                    await self._prefixes.keep(
+                        reply.sequence,
+                        hidden=last_hidden.get(span.sequence, b""),
+                        is_over=span.sequence in over,
+                    )
         except Stopped as error:
             for reply, last in ended:  # before it died
                 self._running.remove(reply.sequence)
@@ -634,12 +683,20 @@ class Scheduler(Actor):
         return short
 
     async def _compute(
-        self, spans: tuple[Span, ...], wants_logits: tuple[int, ...]
+        self,
+        spans: tuple[Span, ...],
+        wants_logits: tuple[int, ...],
+        wants_hidden: tuple[int, ...],
+        hidden: bytes | None,
     ) -> AsyncIterator[StepDone]:
         """A step, and those that go on from it while nobody comes or goes."""
         if not self._goes_on:
-            done = await self._route.step(self._num_steps + 1, spans, wants_logits)
-            self._num_steps += 1
+            number = self._num_steps + 1
+            if hidden is None:
+                done = await self._route.step(number, spans, wants_logits, wants_hidden)
+            else:
+                done = await self._route.head(number, spans, wants_logits, hidden)
+            self._num_steps = number
             yield done
             return
         async with aclosing(self._route.steps(self._num_steps + 1, spans)) as steps:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import gettempdir
 from time import perf_counter
@@ -37,7 +38,7 @@ from jitllm.devices.vulkan.found import default_budget, find_vulkan, may_take_vu
 from jitllm.engine import Engine
 from jitllm.errors import JitllmError, PlacementError, UsageError
 from jitllm.formats.jlm import Container, Header
-from jitllm.jit.cache import ObjectCache, default_directory
+from jitllm.jit.cache import ObjectCache, default_directory, emitters_fingerprint
 from jitllm.jit.threads import cpu_mask, default_threads
 from jitllm.jit.tiers import available, choose
 from jitllm.kernels.expert_matmul import ExpertMatMul
@@ -48,6 +49,8 @@ from jitllm.memory.columns import Columns
 from jitllm.memory.division import are_apart
 from jitllm.memory.history import History
 from jitllm.memory.host import HostReport, host_devices
+from jitllm.memory.prefix_file import PrefixKind
+from jitllm.memory.prefix_store import PrefixFolder
 from jitllm.models.graph import Graph
 from jitllm.models.registry import graph_of
 from jitllm.schedule.place import BlockCost, Room, place
@@ -342,6 +345,7 @@ async def open_engine(
                 grows_to=target if config.gpu_grow else None,
                 tunes=config.tune_seam,
                 gpus_fall_back=config.gpu_fallback,
+                prefixes=_prefix_folder(config, header, graph, chosen),
             ),
             "scheduler",
         )
@@ -542,6 +546,28 @@ def _kv_budget_sets(config: ResolvedConfig, graph: Graph, page_tokens: int) -> i
             f"the least is {format_size(set_bytes)}, or less with a smaller -page-size",
         )
     return config.kv_budget_bytes // set_bytes
+
+
+def _prefix_folder(
+    config: ResolvedConfig, header: Header, graph: Graph, chosen: Sequence[ChosenDevice]
+) -> PrefixFolder | None:
+    """Where prefixes go, and under which name those of this model do.
+
+    Whatever may change a bit of keys and values is in that name. All CPUs compute the same bits.
+    A GPU does not, so where there is one among the devices, that is another name.
+    """
+    if config.prefix_cache_bytes is None or config.kv_cache is None or not config.share_prefixes:
+        return None
+    known = (
+        *(emitters_fingerprint(), header.arch, sorted(header.config.items()), graph.kv),
+        *(config.kv_type, any(one.device.is_gpu for one in chosen)),
+        [(name, extent.length, extent.xxh3) for name, extent in header.extents()],
+    )
+    identity = blake2b(repr(known).encode(), digest_size=16).digest()
+    history = History(graph.kv, config.kv_type)
+    kv_bytes = tuple(history.num_bytes((block,), 1) for block in range(graph.num_blocks))
+    kind = PrefixKind(identity, kv_bytes, graph.hidden.stride_bytes)
+    return PrefixFolder(Path(config.kv_cache) / "prefixes", config.prefix_cache_bytes, kind)
 
 
 def _context_tokens(config: ResolvedConfig, graph: Graph) -> int:

@@ -17,6 +17,9 @@ Experts = Literal["auto", "apart", "blocks"]
 
 DEFAULT_PAGE_SIZE_TOKENS = 64
 
+DEFAULT_PREFIX_CACHE_BYTES = 8 << 30
+"""What the prefix cache takes on disk at the most where a user only says where it is."""
+
 MAX_THREADS = 1024
 MAX_ROWS = 1 << 16
 """More than any machine has use for: refused at once, not when memory or the system runs out."""
@@ -78,11 +81,14 @@ class EngineConfig:
     """How short the time slices are when there is no room for the keys and values of everybody, 1
     to 100; 0: who came first is served to the end. None: 0."""
     kv_cache: str | None = None
-    """Folder for keys and values of sequences that wait, and of those beyond `kv_budget_bytes`;
-    None: the user's cache."""
+    """Folder for the prefix cache, and for keys and values of sequences that wait, and of those
+    beyond `kv_budget_bytes`; None: the user's cache, and no prefix cache."""
     kv_budget_bytes: int | None = None
     """Most memory of each device that keys and values take; the oldest of what is beyond goes to
     `kv_cache`, of a GPU to the host's memory. None or 0: all of them stay in memory."""
+    prefix_cache_bytes: int | None = None
+    """Most that the prefix cache on disk takes, for all models that have theirs in `kv_cache`; 0:
+    as much as there is. None: prefixes are kept in memory only."""
     max_batch: int | None = None
     """Sequences that one step may hold; None: as many as the engine is made for."""
 
@@ -100,6 +106,7 @@ class EngineConfig:
         _at_most("-fairness", self.fairness, 100)
         _at_least("-vram", self.vram_bytes, 0)
         _at_least("-kv-budget", self.kv_budget_bytes, 0)
+        _at_least("-kv-cache-max", self.prefix_cache_bytes, 0)
         _at_least("-gpu-layers", self.gpu_layers, -1)
         _one_of("-kv-type", self.kv_type, get_args(KvType))
         _one_of("-read-ahead", self.read_ahead, get_args(ReadAhead))
@@ -116,6 +123,10 @@ class EngineConfig:
             raise UsageError(
                 "-kv-budget needs a folder for the keys and values that it has no room for",
                 "name one with -kv-cache",
+            )
+        if self.prefix_cache_bytes is not None and self.kv_cache is None:
+            raise UsageError(
+                "-kv-cache-max is about a -kv-cache", "say which folder, or leave it out"
             )
         if self.placement_strict and self.placement is None:
             raise UsageError("-placement-strict is about a -placement", "give one, or leave it out")

@@ -72,7 +72,8 @@ class Request:
     generated token was (it costs a pass over the vocabulary). chunk_tokens: most prompt tokens
     computed in one step; None leaves it to the engine. top_logprobs: how many of the likeliest
     tokens to name at every position that gives a log-probability, at most MAX_TOP_LOGPROBS. name:
-    what the engine is asked about it by; requests that have one in common are as one.
+    what the engine is asked about it by; requests that have one in common are as one. namespace:
+    prefixes are shared with requests of the same one, and with no others.
     """
 
     prompt: tuple[int, ...]
@@ -86,6 +87,7 @@ class Request:
     outputs: Outputs = Outputs.LAST
     chunk_tokens: int | None = None
     name: str = ""
+    namespace: str = ""
 
 
 class Finish(StrEnum):
@@ -329,6 +331,32 @@ class KvSpill:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixTotals:
+    """What the prefix cache on disk did so far.
+
+    hits: sequences that began with something from it, `whole` of them with all of their prompt;
+    misses: those that found nothing. tokens: positions that were not computed for it. files: that
+    were written, bytes_out, bytes_in: with what in them, and read. evictions: files that went
+    because all of them took too much. damaged: files that were not whole, or no files of the cache.
+    failures: reads and writes that the system refused. skipped: prefixes that were not stored
+    because too much waited for the disk. restore_s: time that filling in took.
+    """
+
+    hits: int = 0
+    whole: int = 0
+    misses: int = 0
+    tokens: int = 0
+    files: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    evictions: int = 0
+    damaged: int = 0
+    failures: int = 0
+    skipped: int = 0
+    restore_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of a served model."""
 
@@ -376,6 +404,11 @@ class EngineStats:
     parked_memory_bytes: int = 0
     """The same in host memory; they count as `Pages.fixed_bytes`."""
     park_totals: ParkTotals = field(default_factory=ParkTotals)
+    prefix_disk_bytes: int = 0
+    """What the prefix cache takes on disk, for all models that have it in the same folder."""
+    prefix_waiting_bytes: int = 0
+    """What is on its way there; it counts as `Pages.fixed_bytes`."""
+    prefix_totals: PrefixTotals = field(default_factory=PrefixTotals)
 
 
 class Engine(Protocol):

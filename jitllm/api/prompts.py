@@ -96,7 +96,8 @@ def _request(
                 "logit_bias",
             )
     stop_ids = frozenset() if body.ignore_eos else frozenset(served.header.stop_ids)
-    return Request(ids, limit, sampling, stop_ids, priority=body.priority)
+    namespace = body.cache_salt or ""
+    return Request(ids, limit, sampling, stop_ids, priority=body.priority, namespace=namespace)
 
 
 async def _ids(served: Served, prompt: str | tuple[int, ...]) -> Sequence[int]:

@@ -82,6 +82,7 @@ class GenerationRequest(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: NAME | None = None
 
     @field_validator("response_format", mode="before")
     @classmethod

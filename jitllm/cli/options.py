@@ -16,7 +16,7 @@ import typer
 
 from jitllm.cli.asking import Asked
 from jitllm.cli.command import option, parameters, set_signature
-from jitllm.config import EngineConfig
+from jitllm.config import DEFAULT_PREFIX_CACHE_BYTES, EngineConfig
 from jitllm.devices.grammar import parse_devices
 from jitllm.engine import Sampling
 from jitllm.errors import UsageError
@@ -226,8 +226,18 @@ _ENGINE_FLAGS = (
         None,
         "-kv-cache",
         metavar="DIR",
-        help="Where keys and values go of requests that are parked, and those beyond -kv-budget; "
-        "default: the user's cache.",
+        help="Keep keys and values of prompts and replies in this folder: what begins like one of "
+        "them is not computed again, also by the next process. Those of parked requests, and those "
+        "beyond -kv-budget, go there too; by default to the user's cache.",
+    ),
+    _flag(
+        "kv_cache_max",
+        str | None,
+        None,
+        "-kv-cache-max",
+        metavar="SIZE",
+        help="The most that -kv-cache keeps, 0 for no bound; what was used last stays. Default: "
+        "8G.",
     ),
     _flag(
         "kv_budget",
@@ -411,6 +421,7 @@ def _config(
     fairness: int | None,
     kv_cache: str | None,
     kv_budget: str | None,
+    kv_cache_max: str | None,
     no_fallback: bool,
     no_gpu_fallback: bool,
     move_share: int,
@@ -439,6 +450,7 @@ def _config(
         fairness=fairness,
         kv_cache=kv_cache,
         kv_budget_bytes=None if kv_budget is None else parse_size(kv_budget, "-kv-budget"),
+        prefix_cache_bytes=_prefix_cache_bytes(kv_cache, kv_cache_max),
         fallback=not no_fallback,
         gpu_fallback=not no_gpu_fallback,
         move_share=_within(move_share, 1, 99, "-move-share") / 100,
@@ -447,3 +459,9 @@ def _config(
         experts=experts,
         page_size_tokens=page_size,
     )
+
+
+def _prefix_cache_bytes(folder: str | None, most: str | None) -> int | None:
+    if most is not None:
+        return parse_size(most, "-kv-cache-max")
+    return None if folder is None else DEFAULT_PREFIX_CACHE_BYTES

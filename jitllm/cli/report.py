@@ -169,6 +169,7 @@ def engine_json(loaded: Loaded, stats: EngineStats) -> dict[str, Any]:
         "compiled_kernels": loaded.compiled_kernels,
         "compile_s": loaded.compile_s,
         "kv_spill": asdict(stats.kv_spill),
+        "prefixes": asdict(stats.prefix_totals),
     }
 
 

@@ -19,6 +19,7 @@ from jitllm.engine import (
     Pages,
     ParkedIn,
     ParkTotals,
+    PrefixTotals,
     Usage,
 )
 from jitllm.errors import JitllmError, UsageError
@@ -179,6 +180,7 @@ def _stats(found: dict[str, Any]) -> EngineStats:
         "declines": lambda declines: tuple(Decline(**_known(Decline, d)) for d in declines),
         "move_totals": lambda totals: MoveTotals(**_known(MoveTotals, totals)),
         "park_totals": lambda totals: ParkTotals(**_known(ParkTotals, totals)),
+        "prefix_totals": lambda totals: PrefixTotals(**_known(PrefixTotals, totals)),
         "last_move": lambda moved: moved and _moved(moved),
         "lost": tuple,
     }

@@ -40,16 +40,18 @@ class History:
         *,
         out: bool,
         first: int = 0,
+        last: int = 1 << 62,
     ) -> array[int]:
         """Records of `kernels.copy` between a piece at `address` and a sequence's pages.
 
-        out: from the pages to the piece; else into the pages. first: what lies before it is passed
-        over. Raises `ValueError` where pages are
-        not held.
+        out: from the pages to the piece; else into the pages. Positions outside of [first, last)
+        are passed over. Raises `ValueError` where pages are not held.
         """
         table = array("Q")
         for block in blocks:
-            for position, num_tokens in _pieces(max(start, first), stop, pages.page_tokens):
+            for position, num_tokens in _pieces(
+                max(start, first), min(stop, last), pages.page_tokens
+            ):
                 page = pages.page(sequence, position // pages.page_tokens, block)
                 in_page = (page, pages.page_tokens, position % pages.page_tokens)
                 in_piece = (address, stop - start, position - start)

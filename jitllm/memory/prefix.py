@@ -21,24 +21,28 @@ def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("i", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
-def digests(tokens: Sequence[int], page_tokens: int) -> tuple[bytes, ...]:
+def root(namespace: str) -> bytes:
+    """What the digests of a namespace begin with: those of two have no prefix in common."""
+    return blake2b(namespace.encode(), digest_size=DIGEST_BYTES).digest() if namespace else b""
+
+
+def digests(tokens: Sequence[int], page_tokens: int, root: bytes = b"") -> tuple[bytes, ...]:
     """One for each full page of `tokens`."""
-    return tuple(_digests(tokens, page_tokens))
+    return tuple(_digests(tokens, page_tokens, root))
 
 
-def _digests(tokens: Sequence[int], page_tokens: int) -> Iterator[bytes]:
-    digest = b""
+def _digests(tokens: Sequence[int], page_tokens: int, digest: bytes) -> Iterator[bytes]:
     for stop in range(page_tokens, len(tokens) + 1, page_tokens):
         digest = extend(digest, tokens[stop - page_tokens : stop])
         yield digest
 
 
-def reusable(prompt: Sequence[int], page_tokens: int) -> tuple[bytes, ...]:
+def reusable(prompt: Sequence[int], page_tokens: int, root: bytes = b"") -> tuple[bytes, ...]:
     """Digests of the pages of a prompt that need not be computed if they exist.
 
     Its last token is not among them: it has to be computed to know what follows.
     """
-    return digests(prompt[: len(prompt) - 1], page_tokens)
+    return digests(prompt[: len(prompt) - 1], page_tokens, root)
 
 
 class PrefixIndex:

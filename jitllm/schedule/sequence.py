@@ -31,7 +31,7 @@ class Sequence:
     positions that existed when it was admitted. num_passed: later arrivals that were admitted
     before it. num_reported: positions whose outputs were handed out before a restart; they give
     none again. queued_s: since when it waits, on the scheduler's clock. num_before: tokens that it
-    had generated when it was admitted last.
+    had generated when it was admitted last. namespace: what the names of its prefixes begin with.
     """
 
     id: int
@@ -48,6 +48,7 @@ class Sequence:
     num_reported: int = 0
     queued_s: float = 0.0
     num_before: int = 0
+    namespace: bytes = b""
 
     @property
     def num_tokens(self) -> int:

@@ -16,15 +16,17 @@ from tests.conftest import TinyModel
 
 RECIPES = sorted((Path(__file__).parents[2] / "docs" / "recipes").glob("*.md"))
 BLOCK = re.compile(
-    r"^```(sh serve ray|sh serve devices|sh serve|sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+    r"^```(sh serve ray|sh serve devices|sh serve prefixes|sh serve|sh|python)\n(.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
 STARTS = {
     "sh serve": "jitllmd serve -load model.jlm -id small\n",
     "sh serve ray": "jitllmd serve -load model.jlm -id small -ray local\n",
+    "sh serve prefixes": "jitllmd serve -load model.jlm -id small -kv-cache cache\n",
     "sh serve devices": "jitllmd serve -load model.jlm -id small -devices cpu:0,cpu:1\n",
 }
 SERVED = ("-id", "small", "-threads", "1")
-SERVERS = {"ray": "ray_server", "relocation": "two_devices"}
+SERVERS = {"ray": "ray_server", "relocation": "two_devices", "prefixes": "remembering"}
 """The fixture of a recipe that needs another one."""
 CLUSTER = "10.0.0.5:6379"
 """Where the recipes have one."""
@@ -60,6 +62,14 @@ def two_devices(folder: Path) -> Iterator[Server]:
     """The same with two of them, a thread each."""
     served = ("-id", "small", "-threads", "2", "-devices", "cpu:0,cpu:1")
     with running(folder, "-load", folder / "model.jlm", *served) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def remembering(folder: Path) -> Iterator[Server]:
+    """The same with a prefix cache."""
+    cache = ("-kv-cache", folder / "cache")
+    with running(folder, "-load", folder / "model.jlm", *SERVED, *cache) as server:
         yield server
 
 

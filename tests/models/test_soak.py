@@ -137,7 +137,11 @@ async def at_rest(engine: Engine) -> EngineStats:
         await engine.move(blocks, DEVICES[1], head=True)
     await engine.move(blocks, DEVICES[0], head=True)
     await one_reply(engine, REQUESTS[0])
-    return await engine.stats()
+    while True:
+        stats = await engine.stats()
+        if not stats.prefix_waiting_bytes:
+            return stats
+        await asyncio.sleep(0.001)
 
 
 async def soaked(
@@ -213,4 +217,32 @@ async def test_the_same_while_keys_and_values_are_put_away_and_read_again(
         await soaked(loaded.engine, expected, NUM_STREAMS)
         assert (await loaded.engine.stats()).kv_spill.bytes_read > 0
         assert os.listdir(tmp_path) == []
+    await before.are_back()
+
+
+def held_bytes(folder: Path) -> int:
+    """What the files of a prefix cache take, each of which is whole."""
+    files = [file for file in folder.glob("prefixes/*/*") if file.is_file()]
+    assert all(file.suffix == ".kv" for file in files)
+    return sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.timeout(SOAK_S * 4 + 120)
+async def test_a_prefix_cache_that_is_full_all_the_time_changes_nothing_of_that(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JITLLM_POISON", "1")
+    path = tiny_model("llama", "q8_0")
+    expected = await in_peace(path)
+    before = Holdings.now()
+    most = 1 << 21
+    choices = {**CHOICES, "kv_cache": str(tmp_path), "prefix_cache_bytes": most}
+    async with opened(path, **choices) as loaded:
+        await soaked(loaded.engine, expected)
+        totals = (await loaded.engine.stats()).prefix_totals
+        print(totals)
+        assert os.listdir(tmp_path) == ["prefixes"]
+    assert 0 < held_bytes(tmp_path) <= most
+    assert min(totals.hits, totals.whole, totals.files, totals.evictions) > 0
+    assert (totals.failures, totals.damaged) == (0, 0)
     await before.are_back()

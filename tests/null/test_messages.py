@@ -26,7 +26,8 @@ SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks f
 SENDERS |= {"experts": "pager", "mixtures": "device"}  # parts of them
 SENDERS |= {"supply": "device", "copied_weights": "device", "vulkan_recipe": "device"}
 SENDERS |= {"member": "member", "manager": "manager"}
-SENDERS |= {"route": "scheduler", "relocate": "scheduler", "park": "scheduler"}  # parts of it
+SENDERS |= {"route": "scheduler", "relocate": "scheduler"}  # parts of it
+SENDERS |= {name: "scheduler" for name in ("park", "charge", "remember")}
 ALL = {
     kind
     for kind in vars(messages).values()

@@ -85,6 +85,19 @@ def move_line(moved: Plain) -> str:
     )
 
 
+def prefixes_line(found: Plain) -> list[str]:
+    """What the prefix cache on disk did; nothing where there is none."""
+    totals = found["prefix_totals"]
+    if not any(totals.values()):
+        return []
+    return [
+        f"prefixes {format_size(found['prefix_disk_bytes'])} on disk   hits {totals['hits']}   "
+        f"misses {totals['misses']}   {counted(totals['tokens'], 'token')} from there   "
+        f"stored {counted(totals['files'], 'file')}   evictions {totals['evictions']}   "
+        f"damaged {totals['damaged']}   failures {totals['failures']}"
+    ]
+
+
 def moves_line(found: Plain) -> list[str]:
     """All moves so far, and what they took; nothing where there was none."""
     if not found["moves"]:

@@ -9,7 +9,7 @@ import typer
 
 from jitllm.cli.command import INTERRUPTED, AsJson, verb
 from jitllm.cli.daemon.remote import DEFAULT_ADDRESS, Address, ApiKey, Server
-from jitllm.cli.daemon.report import device_lines, moves_line, pages_lines
+from jitllm.cli.daemon.report import device_lines, moves_line, pages_lines, prefixes_line
 from jitllm.cli.screen import print_json, say
 from jitllm.errors import UsageError
 from jitllm.units import counted, format_duration, format_size
@@ -78,7 +78,8 @@ def _lines(found: dict[str, Any], before: dict[str, Any] | None) -> str:
             f"scratch {format_size(m['scratch_bytes'])}   "
             f"{counted(m['threads'], 'thread')} of {m['tier']}\n"
         )
-        text += "".join(f"{line}\n" for line in (*device_lines(m["devices"]), *moves_line(m)))
+        lines = (*device_lines(m["devices"]), *moves_line(m), *prefixes_line(m))
+        text += "".join(f"{line}\n" for line in lines)
     return text
 
 
