@@ -266,3 +266,27 @@ def test_weights_without_a_sound_number_still_end(
     ]
     assert runs[0]["ids"] == runs[1]["ids"]
     assert len(runs[0]["ids"]) == 5
+
+
+def test_a_budget_of_keys_and_values_wants_a_store_and_room_for_a_page(
+    jitllm: Jitllm, model: Path, tmp_path: Path
+) -> None:
+    line = refusal(jitllm("run", model, "Hello", "-kv-budget", "1M"), code=2)
+    assert line.endswith("name one with -kv-cache")
+    folder = ("-kv-cache", tmp_path / "spilled")
+    line = refusal(jitllm("run", model, "Hello", "-kv-budget", "1K", *folder), code=2)
+    assert "-kv-budget 1.00 KiB does not hold 64 positions in 3 blocks; the least is" in line
+    assert "-kv-budget" in refusal(jitllm("run", model, "Hello", "-kv-budget", "lots"), code=2)
+
+
+def test_a_disk_that_fails_under_a_budget_of_keys_and_values_is_said(
+    jitllm: Jitllm, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    budget = ("-kv-budget", "100K", "-page-size", "16", "-kv-cache", tmp_path / "spilled")
+    line = refusal(jitllm("run", model, "Hello", "-n", "120", *budget))
+    assert "keys and values beyond -kv-budget in" in line
+    assert line.endswith("Input/output error; name another folder with -kv-cache")

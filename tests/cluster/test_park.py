@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,3 +55,22 @@ async def test_a_reply_goes_on_where_its_blocks_are_by_then(
         assert after.steps - before.steps == REQUEST.max_tokens - parked.generated_tokens  # type: ignore[operator]
         assert after.park_totals.resumes == 1
         assert after.parked_disk_bytes == after.parked_memory_bytes == 0
+
+
+async def test_keys_and_values_beyond_a_budget_die_with_their_device_and_nothing_else(
+    cluster: Cluster, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tiny_model("llama")
+    async with opened(path) as embedded:
+        expected = await reply(embedded.engine, REQUEST)
+    choices = {"kv_cache": str(tmp_path), "kv_budget_bytes": 200 << 10, "page_size_tokens": 16}
+    async with on_ray(path, **choices) as loaded:
+        engine = loaded.engine
+        task = asyncio.create_task(reply(engine, REQUEST))
+        await until_tokens(engine, 200)
+        assert (await engine.stats()).kv_spill.num_bytes > 0
+        process_of("device:cpu:0").kill()
+        assert (await task).bits == expected.bits
+        stats = await engine.stats()
+        assert (stats.losses, os.listdir(tmp_path)) == (1, [])
+        assert stats.kv_spill.bytes_read > 0
