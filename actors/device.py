@@ -158,7 +158,7 @@ class Device(Actor):
         self._streamed: frozenset[int] = frozenset()
         self._seats: dict[int, Seat] = {}
         self._compute = ThreadPoolExecutor(1, "jitllm compute")
-        self._overflow = Overflow(pages, self._compute, self._halt)
+        self._overflow = Overflow(pages, self._compute, self._halt, runner.is_lost)
         self._flight: _Flight | None = None
         self._is_short = False  # since the last step that took pages
         self._problem = ""
@@ -446,7 +446,7 @@ class Device(Actor):
         self._check(message)
         for span in message.spans:
             await self._grow(span.sequence, span.stop)
-        await self._overflow.fit((span.sequence, span.start, span.stop) for span in message.spans)
+        await self._overflow.fit([(span.sequence, span.start, span.stop) for span in message.spans])
         self._is_short = self._lacks_pages()
         self._describe(message.spans)
         if message.hidden is not None:

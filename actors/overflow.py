@@ -8,16 +8,24 @@ do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeVar
 
 from actors.messages import Piece
 from jitllm.devices.host import Pass
 from jitllm.engine import KvSpill
-from jitllm.errors import JitllmError
+from jitllm.errors import HistoryError, JitllmError
 from jitllm.log import logger
 from jitllm.memory.pages import KvPages
 from jitllm.memory.passes import Row
@@ -28,11 +36,17 @@ _log = logger(__name__)
 
 
 class Overflow:
-    """See above. compute: the thread that computes. halt: has it rest."""
+    """See above. compute: the thread that computes. halt: has it rest. is_lost: whether an error
+    means that the device is gone, which nobody here can mend."""
 
     def __init__(
-        self, pages: KvPages, compute: Executor, halt: Callable[[], Awaitable[None]]
+        self,
+        pages: KvPages,
+        compute: Executor,
+        halt: Callable[[], Awaitable[None]],
+        is_lost: Callable[[Exception], bool],
     ) -> None:
+        self._is_lost = is_lost
         self._pages = pages
         self._compute = compute
         self._halt = halt
@@ -45,23 +59,42 @@ class Overflow:
             return KvSpill()
         return KvSpill(self._pages.spilled_bytes, spill.bytes_read, spill.bytes_written)
 
-    async def fit(self, spans: Iterable[tuple[int, int, int]]) -> None:
+    async def fit(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Have all sets that a step writes in memory, and of the others what has room there.
 
-        spans: (sequence, first position, end). Raises `JitllmError` for a file that fails; nothing
-        is lost then.
+        spans: (sequence, first position, end). Raises `HistoryError` for a file that fails: of the
+        sequences with something in it, or where it takes no more, of the longest one.
         """
         spill, pages = self._pages.spill, self._pages
         if spill is None:
             return
         written = {page_set for span in spans for page_set in pages.sets(*span)}
         if back := sorted(written.intersection(spill.spilled)):
-            await self._do(partial(spill.bring_back, back, pages.columns))
+            with self._losing(sequence for sequence, _, _ in spans):
+                await self._do(partial(spill.bring_back, back, pages.columns))
             pages.rewrite(frozenset(back))
-        await self._put_surplus_away(written)
+        try:
+            await self._put_surplus_away(written)
+        except JitllmError as error:
+            if self._is_lost(error):
+                raise
+            longest = max((sequence for sequence, _, _ in spans), key=pages.num_taken)
+            raise HistoryError((longest,), error, is_lost=False) from error
+
+    @contextmanager
+    def _losing(self, sequences: Iterable[int]) -> Iterator[None]:
+        """Within it the file is read for sequences."""
+        try:
+            yield
+        except JitllmError as error:
+            if self._is_lost(error):
+                raise
+            spilled = self._pages.spill.spilled if self._pages.spill is not None else ()
+            lost = (s for s in sequences if any(one in spilled for one in self._pages.sets(s)))
+            raise HistoryError(tuple(lost), error, is_lost=True) from error
 
     async def fit_around(self, pieces: Iterable[Piece]) -> None:
-        """Have in memory what has room there; what pieces are about goes last. Raises as `fit`."""
+        """Have in memory what has room there; what pieces are about stays. Raises `JitllmError`."""
         if self._pages.spill is not None:
             await self._put_surplus_away(self._sets(pieces))
 
@@ -98,7 +131,7 @@ class Overflow:
     ) -> AsyncIterator[None]:
         """Within it, pages of pieces are in memory, from position `first` on.
 
-        is_written: what they hold at its end is what they shall hold. Raises as `fit` does.
+        is_written: what they hold at its end is what they shall hold. Raises `JitllmError`.
         """
         spill = self._pages.spill
         if spill is None:
@@ -117,11 +150,13 @@ class Overflow:
 
     def passes(self, rows: Iterable[tuple[int, int]], blocks: range) -> Generator[Pass, None, None]:
         """The passes of a step's attention, none where all that it looks at is in memory; see
-        `Spilling.passes`. rows: sequences, and the first position of each that is computed."""
+        `Spilling.passes`. rows: sequences, and the first position of each that is computed. Raises
+        `HistoryError`."""
         spill, pages = self._pages.spill, self._pages
         if spill is not None and spill.spilled:
-            looking = [Row(pages.sets(sequence), start) for sequence, start in rows]
-            yield from spill.passes(looking, blocks, pages.set_bytes)
+            looking = {sequence: Row(pages.sets(sequence), start) for sequence, start in rows}
+            with self._losing(looking):
+                yield from spill.passes(list(looking.values()), blocks, pages.set_bytes)
 
     async def _do(self, work: Callable[[], R]) -> R:
         """In the compute thread, while no step runs there."""

@@ -57,7 +57,15 @@ from jitllm.engine import (
     SequenceState,
     SessionState,
 )
-from jitllm.errors import Draining, JitllmError, OutOfPages, PageError, QueueFull, UnknownSession
+from jitllm.errors import (
+    Draining,
+    HistoryError,
+    JitllmError,
+    OutOfPages,
+    PageError,
+    QueueFull,
+    UnknownSession,
+)
 from jitllm.log import logger
 from jitllm.memory import prefix
 from jitllm.memory.prefix_store import PrefixFolder
@@ -642,6 +650,7 @@ class Scheduler(Actor):
         num_replies, num_prompt = len(spans) - len(prompts), sum(prompts)
         ended: list[tuple[Reply, Delta]] = []
         short: OutOfPages | None = None
+        lost: HistoryError | None = None
         first = spans
         try:
             async for done in self._compute(spans, wants_logits, wants_hidden, hidden):
@@ -668,6 +677,8 @@ class Scheduler(Actor):
             return None
         except OutOfPages as error:  # the last step was not computed
             short = error
+        except HistoryError as error:  # nor was it then
+            lost = error
         except Exception as error:
             rows = error.rows if isinstance(error, PageError) else ()
             for row, reply in enumerate(replies):  # the step is taken again for the others
@@ -680,7 +691,22 @@ class Scheduler(Actor):
             await self._close(reply)
             if not reply.is_done:  # the device may have died now, for the last time
                 self._push(reply, last)
+        if lost is not None:
+            await self._part_with(lost)
         return short
+
+    async def _part_with(self, error: HistoryError) -> None:
+        """Those of whom something cannot be read begin again, and who has no room ends."""
+        for sequence in [s for s in self._running if s.id in error.sequences]:
+            reply = self._replies[sequence.id]
+            reply.losses += 1
+            if error.is_lost and self._falls_back and reply.losses <= MAX_LOSSES:
+                _log.warning("%s; a sequence begins again", error)
+                await self._vacate(sequence, self._waiting)
+                sequence.restart()
+                self._mover.fell_back(sequence.id, 0)
+            else:
+                await self._end(reply, Finish.ERROR, error)
 
     async def _compute(
         self,

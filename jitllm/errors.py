@@ -168,6 +168,19 @@ class OutOfPages(OverBudget):
         self.num_tokens = num_tokens
 
 
+class HistoryError(JitllmError):
+    """Keys and values beyond a budget cannot be read or written; the step was not computed.
+
+    sequences: those that cannot go on with what they have. is_lost: what is there cannot be read,
+    so it has to be computed again. cause: what the store says, which this says too.
+    """
+
+    def __init__(self, sequences: tuple[int, ...], cause: JitllmError, *, is_lost: bool) -> None:
+        super().__init__(cause.problem, cause.remedy)
+        self.sequences = sequences
+        self.is_lost = is_lost
+
+
 class PlacementError(JitllmError):
     """Blocks cannot go where they should: a pin, or a block or device that there is not."""
 

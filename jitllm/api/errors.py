@@ -21,6 +21,7 @@ from jitllm.errors import (
     ContextOverflow,
     DiskFull,
     Draining,
+    HistoryError,
     JitllmError,
     NotConverted,
     OverBudget,
@@ -116,7 +117,7 @@ def explained(error: BaseException, param: str | None = None) -> ApiError:
             return ApiError(409, str(error), param, "placement")
         case UnknownSession():
             return ApiError(404, str(error), "session")
-        case DiskFull():
+        case DiskFull() | HistoryError(is_lost=False):
             return ApiError(507, str(error), None, "disk_full")
         case UsageError():
             return bad_request(str(error), param)

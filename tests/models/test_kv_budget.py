@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jitllm.engine import Engine, Outputs, Request, Sampling
-from jitllm.errors import DiskFull, JitllmError, PlacementError, UsageError
+from jitllm.errors import JitllmError, PlacementError, UsageError
 from tests.conftest import TinyModel
 from tests.models.kv_memory import LongReply, columns_of, long_reply
 from tests.models.native import Reply, opened, replies, reply
@@ -64,6 +64,18 @@ async def test_replies_alone_and_together_are_what_they_are_without_a_budget(
         assert stats.kv_spill.bytes_read > 0
         assert stats.kv_bytes == 0
     assert os.listdir(tmp_path) == []
+
+
+async def test_experts_and_keys_and_values_are_brought_in_one_step(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tiny_model("qwen3moe")
+    expected, set_bytes = await quiet(path, 16, REQUESTS)
+    choices = {"kv_budget_bytes": 3 * set_bytes, "kv_cache": str(tmp_path), "maxmem_bytes": 1}
+    async with opened(path, page_size_tokens=16, threads=2, **choices) as loaded:
+        together = await replies(loaded.engine, REQUESTS)
+        assert [one.bits for one in together] == expected
+        assert (await loaded.engine.stats()).kv_spill.bytes_read > 0
 
 
 async def test_a_step_reads_what_is_not_in_memory(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -155,32 +167,80 @@ async def test_parked_requests_come_back_to_a_budget(tiny_model: TinyModel, tmp_
         assert stats.kv_spill.bytes_read > 0
 
 
-async def test_a_disk_that_fails_ends_the_replies_that_need_it_and_no_others(
+def failing(code: int, call: Any, num_times: int) -> Any:
+    """A system call that fails so many times, and works after that."""
+    left = [num_times]
+
+    def attempt(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(code, os.strerror(code))
+        return call(*arguments)
+
+    return attempt
+
+
+SHORT = [Request(PROMPT[start : start + 30], max_tokens=30) for start in (100, 150)]
+FOR_EVER = 1 << 30
+
+
+async def test_a_full_disk_ends_the_reply_that_needs_it_and_no_other(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model("llama")
-    short = Request(PROMPT[:40], max_tokens=5)
-    expected, set_bytes = await quiet(path, 16, [short, REQUESTS[0]])
-    choices = {"kv_budget_bytes": 8 * set_bytes, "kv_cache": str(tmp_path)}
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "full")
-
+    expected, set_bytes = await quiet(path, 16, [REQUESTS[0], *SHORT])
+    choices = {"kv_budget_bytes": 12 * set_bytes, "kv_cache": str(tmp_path)}
     async with opened(path, page_size_tokens=16, **choices) as loaded:
+        engine = loaded.engine
         with monkeypatch.context() as broken:
-            broken.setattr(os, "pwrite", full)
-            with pytest.raises(DiskFull):
-                await reply(loaded.engine, REQUESTS[0])
-            assert (await reply(loaded.engine, short)).bits == expected[0]
-        assert (await reply(loaded.engine, REQUESTS[0])).bits == expected[1]
+            broken.setattr(os, "pwrite", failing(errno.ENOSPC, os.pwrite, FOR_EVER))
+            long = asyncio.create_task(reply(engine, REQUESTS[0]))
+            shorts = await replies(engine, SHORT)
+            with pytest.raises(JitllmError, match="needs .* and its disk has .* free"):
+                await long
+            assert [one.bits for one in shorts] == expected[1:]
+        assert (await reply(engine, REQUESTS[0])).bits == expected[0]
+
+
+@pytest.mark.parametrize("num_times", [1, 3, FOR_EVER])
+async def test_what_cannot_be_read_is_computed_again(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_times: int
+) -> None:
+    """A few times; and nobody else hears of it."""
+    path = tiny_model("llama")
+    expected, set_bytes = await quiet(path, 16, [REQUESTS[0], *SHORT])
+    choices = {"kv_budget_bytes": 12 * set_bytes, "kv_cache": str(tmp_path)}
+    async with opened(path, page_size_tokens=16, **choices) as loaded:
+        engine = loaded.engine
+        first = await reply(engine, REQUESTS[0])
+        assert (await engine.stats()).kv_spill.num_bytes > 0  # of a prefix that is kept
         with monkeypatch.context() as broken:
-            broken.setattr(os, "preadv", full)
-            with pytest.raises(JitllmError, match="beyond -kv-budget|needs"):
-                await reply(loaded.engine, REQUESTS[0])
-            assert (await reply(loaded.engine, short)).bits == expected[
-                0
-            ]  # of which there was much
-        assert (await reply(loaded.engine, REQUESTS[0])).bits == expected[1]
+            broken.setattr(os, "preadv", failing(errno.EIO, os.preadv, num_times))
+            long = asyncio.create_task(reply(engine, REQUESTS[0]))
+            shorts = await replies(engine, SHORT)
+            if num_times == FOR_EVER:
+                with pytest.raises(JitllmError, match="beyond -kv-budget in .*Input/output error"):
+                    await long
+            else:
+                assert (await long).bits == expected[0]
+            assert [one.bits for one in shorts] == expected[1:]
+        assert (await reply(engine, REQUESTS[0])).bits == first.bits == expected[0]
+
+
+async def test_steps_that_follow_each_other_by_themselves_end_where_a_read_fails(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("llama")
+    expected, set_bytes = await quiet(path, 16, [REQUESTS[0]])
+    choices = {"kv_budget_bytes": 4 * set_bytes, "kv_cache": str(tmp_path)}
+    async with opened(path, page_size_tokens=16, **choices) as loaded:
+        whole = Reply()
+        async for delta in loaded.engine.generate(REQUESTS[0]):
+            whole.add(delta)
+            if len(whole.ids) in (10, 40):
+                monkeypatch.setattr(os, "preadv", failing(errno.EIO, os.preadv, 1))
+    assert tuple(whole.ids) == expected[0][: len(whole.ids)]
+    assert len(whole.ids) == REQUESTS[0].max_tokens
 
 
 async def test_a_budget_that_holds_nothing_or_has_no_store_is_an_error(

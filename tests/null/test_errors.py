@@ -19,6 +19,7 @@ EXAMPLES: list[JitllmError] = [
     errors.QueueFull(64, retry_after_s=2.0),
     errors.PlacementError("block 3 is pinned"),
     errors.DiskFull("a.jlm", 3 << 30, 1 << 30),
+    errors.HistoryError((3, 5), errors.DiskFull("kv", 3 << 30, 1 << 30), is_lost=False),
     errors.UnknownSession("reply-1"),
     errors.Draining(),
 ]
