@@ -41,7 +41,8 @@ class CopiedWeights:
     """Weights in a device's own memory, copied there through the frames of a pager.
 
     dense: the handle of the dense region. has_dense: it stays where it is, for other devices of the
-    node. located: where the pager's frames lie. owned: what ends with the device.
+    node. located: where the pager's frames lie. owned: what ends with the device. host: the pager
+    that what it holds counts at, where its memory is the host's.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class CopiedWeights:
         owned: ExitStack,
         *,
         has_dense: bool,
+        host: Ref | None = None,
     ) -> None:
         self._pager = pager
         self._has_dense = has_dense
@@ -73,6 +75,9 @@ class CopiedWeights:
         self._parts: frozenset[int] = frozenset()
         self._streamed: frozenset[int] = frozenset()
         self._spilled_bytes = 0
+        self._host_pager = host
+        self._host_bytes = 0
+        self._over_host_bytes = 0
         self._coming: asyncio.Task[None] | None = None
 
     async def begin(self, me: Ref, host_bytes: int) -> None:
@@ -170,7 +175,19 @@ class CopiedWeights:
             if before != (slots.blocks, slots.num_slots):
                 self._rearranged(*before[0])
                 await self._pager.ask(Place(slots.blocks, dense=False))
+        await self._charge_host(0)
         return missing
+
+    async def _charge_host(self, kv_bytes: int) -> int:
+        """Where it is the host's memory: what is taken of it, and what keys and values will take;
+        by how much that is too much."""
+        num_bytes = self._arena.allocated_bytes + max(kv_bytes - self._pages.num_bytes, 0)
+        if self._host_pager is not None and num_bytes != self._host_bytes:
+            self._host_bytes = num_bytes
+            charge = Reserve("memory", num_bytes, self._name)
+            reserved: Reserved = await self._host_pager.ask(charge)
+            self._over_host_bytes = reserved.over_budget_bytes
+        return self._over_host_bytes
 
     async def charge(self, kv_bytes: int, spilled_bytes: int) -> Reserved:
         """See `Supply`: what is beyond their budget is in memory of the host."""
@@ -181,7 +198,7 @@ class CopiedWeights:
             if slots.narrow(lacking) if kv_bytes else slots.widen(spare_bytes):
                 self._rearranged()
         room = self._room_bytes
-        over_budget_bytes = max(kv_bytes - room, 0)
+        over_budget_bytes = max(kv_bytes - room, 0) or await self._charge_host(kv_bytes)
         if spilled_bytes != self._spilled_bytes:
             self._spilled_bytes = spilled_bytes
             host: Reserved = await self._pager.ask(Reserve("kv", spilled_bytes, self._name))

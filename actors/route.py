@@ -167,6 +167,10 @@ class Route:
         with suppress(Stopped):  # what the dead held goes, and what it would compute with
             await site.pager.ask(Forget(site.device))
             await site.pager.ask(Place(()))  # others may read its dense region
+        for other in self.sites.values():
+            if other.node == site.node:  # whose memory may have been its own
+                with suppress(Stopped):
+                    await other.pager.ask(Forget(site.device))
 
     async def open(self, opening: Open) -> Opened | Refused:
         """Give a sequence a seat at every device; how many positions all of them have of it."""

@@ -38,11 +38,13 @@ _STAGE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VulkanRecipe(ModelOnDevice):
     """A Vulkan device. name: what people call it. index: its place in the loader's list.
-    budget_bytes: most memory that is taken of it. block_bytes: of each block's extent."""
+    budget_bytes: most memory that is taken of it. is_unified: it is the host's memory. block_bytes:
+    of each block's extent."""
 
     name: str
     index: int
     budget_bytes: int
+    is_unified: bool
     block_bytes: tuple[int, ...]
 
     async def make(self) -> Device:
@@ -117,6 +119,7 @@ class VulkanRecipe(ModelOnDevice):
                 runner,
                 owned,
                 has_dense=not self.keeps_dense,
+                host=self.dense if self.is_unified else None,
             )
             return Device(
                 runner,

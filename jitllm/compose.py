@@ -300,6 +300,7 @@ async def open_engine(
                 recipe: Recipe = VulkanRecipe(
                     index=device.ordinal,
                     budget_bytes=_vram(one, config),
+                    is_unified=device.is_unified,
                     name=device.name,
                     block_bytes=header.frame_bytes,
                     **settings,
@@ -473,8 +474,10 @@ def _relocates(config: ResolvedConfig) -> bool:
 
 def _vram(chosen: ChosenDevice, config: ResolvedConfig) -> int:
     """What a model may take of a GPU: the device list knows best, then -vram."""
-    asked = chosen.budget_bytes or config.vram_bytes
-    return asked or default_budget(chosen.device.free_bytes)
+    if asked := chosen.budget_bytes or config.vram_bytes:
+        return asked
+    most = default_budget(chosen.device.free_bytes)
+    return min(most, config.maxmem_bytes) if chosen.device.is_unified else most
 
 
 def _room(

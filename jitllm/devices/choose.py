@@ -26,6 +26,8 @@ class AvailableDevice:
     """Of the card, the same under every backend; None or zeros: unknown."""
     is_software: bool = False
     """A GPU that is computed by a CPU: taken when named, never as one of a set."""
+    is_unified: bool = False
+    """A GPU whose memory is the host's: what it holds counts there too."""
     lacks: str = ""
     """What it would need to be of use: it is never taken then."""
     on_request: bool = False

@@ -88,7 +88,7 @@ async def test_what_does_not_fit_is_refused_with_numbers(tiny_model: TinyModel) 
     with pytest.raises(
         PlacementError, match=r"no room for blocks 0-2 .*on vulkan:0: .* MiB are .* vulkan:0=SIZE"
     ):
-        async with opened(tiny_model("llama"), devices="vulkan:0=13M"):
+        async with opened(tiny_model("llama"), devices="vulkan:0=14M"):
             pass
     with pytest.raises(JitllmError, match=r"vulkan:0 has no room for the buffers .* vulkan:0=SIZE"):
         async with opened(tiny_model("llama"), devices="vulkan:0=1M"):

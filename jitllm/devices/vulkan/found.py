@@ -70,6 +70,7 @@ def _available(device: PhysicalDevice) -> AvailableDevice:
         device.name,
         uuid=device.uuid or None,
         is_software=device.kind == "software",
+        is_unified=device.is_unified,
         lacks=", ".join(device.lacks),
         free_bytes=device.free_bytes,
         total_bytes=max(own, default=0),

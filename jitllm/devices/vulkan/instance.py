@@ -71,6 +71,11 @@ class PhysicalDevice:
     max_groups: tuple[int, int, int]
     lacks: tuple[str, ...]
 
+    @property
+    def is_unified(self) -> bool:
+        """Whether its memory is the host's."""
+        return self.kind in ("integrated", "software")
+
 
 class Instance:
     """The loader and its drivers; `close` it, after its devices.
