@@ -404,7 +404,8 @@ class Device(Actor):
             pages.num_taken(sequence) < pages.num_sets(seat.max_tokens)
             for sequence, seat in self._seats.items()
         )
-        return num_sets * pages.set_bytes > room_bytes + pages.idle_bytes
+        need = pages.promised_bytes(num_sets) - pages.promised_bytes(0)  # none beyond a budget
+        return need > room_bytes + pages.idle_bytes
 
     def _publish(self, sequence: int, num_tokens: int) -> None:
         """Pages that so many positions fill may be shared: nobody writes to a full page again."""
