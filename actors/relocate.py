@@ -445,7 +445,7 @@ class Mover:
             placement=str(move.target),
             epoch=move.target.epoch,
             pause_s=done_s - since_s,
-            prepare_s=since_s - move.began_s,
+            prepare_s=max(since_s - move.began_s, 0.0),  # of one that is not live it is all pause
             bytes_before=move.bytes_before,
             bytes_paused=move.bytes_paused,
             weight_bytes=move.weight_bytes,
