@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -40,12 +41,10 @@ from jitllm.log import logger
 from jitllm.memory.prefix import extend
 from jitllm.memory.prefix_file import (
     GRANULE_TOKENS,
-    PIECE_TOKENS,
     Damaged,
     Draft,
     PrefixFile,
     end_digest,
-    pieces,
 )
 from jitllm.memory.prefix_store import Catalogue, PrefixFolder, PrefixStore, Saved, Scan, Stretch
 from jitllm.schedule.sequence import Sequence as TokenStream
@@ -97,8 +96,9 @@ class _Job:
 class PrefixCache:
     """The prefixes of one model on disk; without a folder there are none.
 
-    undisturbed: nothing is on its way between devices within it. begin: runs work beside the
-    actor's handler. wake: called when the budget is to be charged anew.
+    undisturbed: nothing is on its way between devices within it. others: lets the sequences that
+    run have a step. begin: runs work beside the actor's handler. wake: called when the budget is to
+    be charged anew.
     """
 
     def __init__(
@@ -106,12 +106,14 @@ class PrefixCache:
         route: Route,
         folder: PrefixFolder | None,
         undisturbed: Callable[[], AbstractAsyncContextManager[None]],
+        others: Callable[[], Awaitable[None]],
         begin: Callable[[Coroutine[Any, Any, object], str], None],
         wake: Callable[[], None],
     ) -> None:
         self._route = route
         self._store = None if folder is None else PrefixStore(folder)
         self._undisturbed = undisturbed
+        self._others = others
         self._begin = begin
         self._wake = wake
         self._charge = HostCharge(route, CHARGED_AS)
@@ -171,7 +173,7 @@ class PrefixCache:
         """Fill in what follows the first `num_cached` positions of a sequence that got its seats.
 
         Returns how many positions are there then. All of them: `take_hidden` has what the reply
-        begins with. Raises `Stopped` when a device dies.
+        begins with. Steps of others go on meanwhile. Raises `Stopped` when a device dies.
         """
         if (store := self._store) is None or sequence.all_outputs:
             return num_cached
@@ -194,6 +196,7 @@ class PrefixCache:
                     self._warn(str(error))
                     break
                 reached, num_bytes = job.last, num_bytes + len(data)
+                await self._others()
         is_whole = end is not None and reached == stop == sequence.num_tokens
         is_hit = is_whole or reached > num_cached
         if is_whole:
@@ -245,8 +248,8 @@ class PrefixCache:
     async def _charged(self, num_pieces: int) -> AsyncIterator[None]:
         """Charge what is read ahead of its use; that it is over is known at the next turn."""
         assert self._store is not None
-        most = min(num_pieces, 1 + _PIECES_AHEAD)
-        self._reading_bytes = most * PIECE_TOKENS * self._store.kind.position_bytes
+        kind, most = self._store.kind, min(num_pieces, 1 + _PIECES_AHEAD)
+        self._reading_bytes = most * kind.piece_tokens * kind.position_bytes
         try:
             await self.charge()
             yield
@@ -326,8 +329,9 @@ class PrefixCache:
     @property
     def _file_tokens(self) -> int:
         assert self._store is not None
-        pieces_held = FILE_BYTES // max(self._store.kind.position_bytes * PIECE_TOKENS, 1)
-        return min(max(pieces_held, 1) * PIECE_TOKENS, FILE_TOKENS)
+        size = self._store.kind.piece_tokens
+        num_pieces = FILE_BYTES // max(self._store.kind.position_bytes * size, 1)
+        return min(max(num_pieces, 1) * size, FILE_TOKENS)
 
     async def _store_some(
         self, sequence: TokenStream, trail: _Trail, start: int, stop: int, hidden: bytes
@@ -366,7 +370,7 @@ class PrefixCache:
         kind, epoch = self._store.kind, self._route.placement.epoch
         whole = bytearray((stop - start) * kind.position_bytes)
         view = memoryview(whole)
-        for first, last in pieces(start, stop):
+        for first, last in kind.pieces(start, stop):
             count = last - first
             named = (Piece(sequence.id, first, tuple(sequence.tokens[first:last])),)
             room = view[(first - start) * kind.position_bytes :]

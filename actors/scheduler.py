@@ -174,6 +174,7 @@ class Scheduler(Actor):
             route,
             prefixes,
             self._mover.undisturbed,
+            self._step_when_due,
             lambda work, name: self.context.begin(work, name),
             self._wake.set,
         )
@@ -556,6 +557,12 @@ class Scheduler(Actor):
             sequence.restart()
         await self._route.open_at_guests(opening)  # where a move began meanwhile
         return opened
+
+    async def _step_when_due(self) -> None:
+        """While a history is filled in for one that waits, those that run keep their rate."""
+        is_due = time.perf_counter() - self._done_s > self._pace.step_s
+        if is_due and (spans := self._plan()):
+            await self._step(spans)
 
     def _victims(self) -> tuple[Sequence, ...]:
         """Who has to make way for the one that there was no room for, if that is of use."""

@@ -1,7 +1,7 @@
 """One file of the prefix cache: keys and values of positions in a row, and of which tokens.
 
-A file has the positions [start, stop) of some prompt, in pieces that are cut where the position is
-a multiple of PIECE_TOKENS; a piece lies as `jitllm.memory.history` says, for all blocks in order.
+A file has the positions [start, stop) of some prompt, in pieces that are cut at multiples of
+`PrefixKind.piece_tokens`; a piece lies as `jitllm.memory.history` says, for all blocks in order.
 Others can share it up to every GRANULE_TOKENS positions. Where a prompt ends with the file, the
 hidden state of its last token follows, so that the output head alone gives the first token of the
 reply. It is untrusted: lengths are checked against the file before anything is sized from them,
@@ -34,8 +34,9 @@ from jitllm.memory.prefix import DIGEST_BYTES, extend
 GRANULE_TOKENS = 16
 """Prompts share what they have in common up to a multiple of so many positions."""
 
-PIECE_TOKENS = 64
-"""Most positions of a piece: one page of the usual size, so that it is copied in long runs."""
+PIECE_TOKENS, PIECE_BYTES = 64, 1 << 20
+"""Most positions of a piece, a page of the usual size, and what it should not exceed: the longer
+it is, the longer are the runs that it is copied in."""
 
 VERSION = 1
 _MAGIC = b"JITLLMKV"
@@ -68,6 +69,22 @@ class PrefixKind:
         """Keys and values of a position in all blocks."""
         return sum(self.kv_bytes)
 
+    @property
+    def piece_tokens(self) -> int:
+        """Positions of a piece: a power of two, a granule at the least."""
+        size = PIECE_TOKENS
+        while size > GRANULE_TOKENS and size * self.position_bytes > PIECE_BYTES:
+            size //= 2
+        return size
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Half-open ranges of positions that a file of [start, stop) has pieces of."""
+        size = self.piece_tokens
+        while start < stop:
+            end = min(start - start % size + size, stop)
+            yield start, end
+            start = end
+
     def groups(self, blocks: Sequence[int], num_tokens: int, most: int) -> list[tuple[int, ...]]:
         """Blocks in order, as many together as `most` bytes hold of so many positions; one group
         at the least, and one block in each."""
@@ -96,14 +113,6 @@ class PrefixKind:
             end = before[block + 1] * num_tokens
         if begin < end:
             yield begin, end - begin
-
-
-def pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of positions that a file of [start, stop) has pieces of."""
-    while start < stop:
-        end = min(start - start % PIECE_TOKENS + PIECE_TOKENS, stop)
-        yield start, end
-        start = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +183,7 @@ class PrefixFile:
 
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """The ranges of positions that it is read in."""
-        return tuple(pieces(self.start, self.stop))
+        return tuple(self.kind.pieces(self.start, self.stop))
 
     def piece_tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """The tokens at these positions."""
@@ -224,7 +233,7 @@ def end_digest(last: bytes, tail: Sequence[int]) -> bytes:
 def encode(draft: Draft, kind: PrefixKind) -> tuple[bytes, tuple[int, ...]]:
     """The front of a file, up to its pieces, and the sums in it."""
     checks, offset, data = [], 0, memoryview(draft.data)
-    for start, stop in pieces(draft.start, draft.stop):
+    for start, stop in kind.pieces(draft.start, draft.stop):
         num_bytes = (stop - start) * kind.position_bytes
         checks.append(xxhash.xxh3_64_intdigest(data[offset : offset + num_bytes]))
         offset += num_bytes
@@ -290,7 +299,7 @@ def _plain(path: Path, kind: PrefixKind, header: bytes, data_offset: int) -> Pre
         and all(isinstance(check, int) for check in checks)
     )
     stop = start + len(tokens) if makes_sense else 0
-    if not makes_sense or len(tuple(pieces(start, stop))) + has_end != len(checks):
+    if not makes_sense or len(tuple(kind.pieces(start, stop))) + has_end != len(checks):
         raise Damaged(path, "its header makes no sense")
     return PrefixFile(path, kind, parent, start, tuple(tokens), has_end, checks, data_offset)
 

@@ -341,6 +341,7 @@ ENGINES: tuple[dict[str, Any], ...] = (
         "threads": 2,
     },
     {"maxmem_bytes": 1},
+    {"kv_budget_bytes": 150_000},
     {"prefix_cache_bytes": 200_000},
 )
 

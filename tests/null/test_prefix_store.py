@@ -24,7 +24,6 @@ from jitllm.memory.prefix_file import (
     PrefixFile,
     PrefixKind,
     decode,
-    pieces,
 )
 from jitllm.memory.prefix_store import Catalogue, PrefixFolder, PrefixStore, Stretch
 
@@ -86,9 +85,16 @@ def test_another_process_finds_what_one_has_stored(
 
 
 def test_pieces_are_cut_where_pages_of_the_usual_size_are() -> None:
-    assert list(pieces(16, 200)) == [(16, 64), (64, 128), (128, 192), (192, 200)]
-    assert list(pieces(64, 64)) == []
+    assert list(KIND.pieces(16, 200)) == [(16, 64), (64, 128), (128, 192), (192, 200)]
+    assert list(KIND.pieces(64, 64)) == []
     assert PIECE_TOKENS % GRANULE_TOKENS == 0
+
+
+@pytest.mark.parametrize(("position_bytes", "expected"), [(1, 64), (18 << 10, 32), (1 << 20, 16)])
+def test_pieces_of_large_models_have_fewer_positions(position_bytes: int, expected: int) -> None:
+    kind = PrefixKind(b"", (position_bytes,), 0)
+    assert kind.piece_tokens == expected
+    assert next(kind.pieces(0, 40)) == (0, min(expected, 40))
 
 
 def test_blocks_lie_one_after_the_other_and_go_in_groups() -> None:
