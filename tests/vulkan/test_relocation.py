@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from jitllm.errors import OutOfPages, OverBudget, UsageError
 from jitllm.schedule import sequence
 from tests.conftest import TinyModel
 from tests.models.native import Reply, opened, replies, reply
+from tests.models.test_soak import REQUESTS as SOAKED
+from tests.models.test_soak import SOAK_S, Soak, one_reply
 from tests.ops.vulkan import needs_vulkan
 
 pytestmark = [pytest.mark.vulkan, needs_vulkan]
@@ -258,3 +261,58 @@ async def test_a_seam_is_tried_while_replies_run(tiny_model: TinyModel) -> None:
     assert (stats.seam_trials[0].num_before, stats.seam_trials[0].num_blocks) == (3, 1)
     assert stats.moves >= 6
     check(found, expected * 3)
+
+
+@dataclass
+class GpuSoak(Soak):
+    """As long as ids are the same, logits are as near as they are between two kinds of device."""
+
+    replies: list[Reply] = field(default_factory=list)
+
+    async def reply_again_and_again(self, name: str) -> None:
+        while not self.is_over:
+            number = self.dice.randrange(len(SOAKED))
+            asked = replace(SOAKED[number], name=name, logits=True)
+            got, want = await one_reply(self.engine, asked), self.replies[number]
+            differ = (i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b)
+            rows = slice(0, next(differ, len(want.ids)) + 1)
+            assert np.abs(got.logits[rows] - want.logits[rows]).max() <= MAX_DIFFERENCE
+            self.counts["same"] += got.ids == want.ids
+            self.counts["replies"] += 1
+
+    async def run(self, num_blocks: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for name in self.sessions:
+                tasks.create_task(self.reply_again_and_again(name))
+            tasks.create_task(self.park_and_resume())
+            tasks.create_task(self.come_and_leave())
+            await asyncio.sleep(SOAK_S)
+            self.is_over = True
+
+
+@pytest.mark.timeout(SOAK_S * 4 + 120)
+async def test_blocks_go_and_come_while_much_else_happens(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sequence, device):
+        monkeypatch.setattr(module, "MIN_PROMISED_TOKENS", 16)
+    model = tiny_model("llama")
+    expected = await on_the_host(model, SOAKED)
+    more: dict[str, Any] = {"kv_cache": str(tmp_path), "fairness": 50, "move_share": 0.9}
+    async with with_room(model, 1 << 20, **more) as loaded:
+        empty = (await loaded.engine.stats()).devices[1]
+        names = tuple(f"session {number}" for number in range(4))
+        soak = GpuSoak(loaded.engine, [], (), names, replies=expected)
+        await soak.run(3)
+        await reply(loaded.engine, LONG)  # for which a block goes, if none had to before
+        await reply(loaded.engine, Request((1,), max_tokens=1))
+        end = await all_back(loaded)
+        print(f"{dict(soak.counts)}, {end.sent_home} blocks went home; {end.park_totals}")
+        use = end.devices[1]
+        assert os.listdir(tmp_path) == []
+    assert soak.counts["replies"] >= len(names)
+    assert soak.counts["same"] > soak.counts["replies"] * 3 // 4
+    assert end.sent_home > 0
+    assert (end.losses, end.park_totals.failures) == (0, 0)
+    assert (end.running, end.waiting, end.parked, end.kv_bytes) == (0, 0, 0, 0)
+    assert (use.placed, use.placed_bytes) == (empty.placed, empty.placed_bytes)
