@@ -226,3 +226,15 @@ async def test_the_death_of_what_has_no_successor_is_a_clear_error(
             await exhaust_and_more(remote.engine, stream)
     async with on_ray(path) as remote:
         assert (await native.reply(remote.engine, REQUESTS[0])).finish is Finish.LENGTH
+
+
+async def test_experts_that_come_one_by_one_on_ray(tiny_model: TinyModel) -> None:
+    path = tiny_model("olmoe", "q8_0")
+    async with opened(path, experts="blocks") as loaded:
+        expected = [(await native.reply(loaded.engine, request)).bits for request in REQUESTS]
+    async with on_ray(path, experts="apart", maxmem_bytes=1) as loaded:
+        found = await native.replies(loaded.engine, REQUESTS)
+        experts = (await loaded.engine.stats()).pages.experts
+    assert [one.bits for one in found] == expected
+    assert experts is not None
+    assert experts.reads > experts.resident

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from tests.conftest import TinyModel
 from tests.models import oracle, reference
 from tests.models.kv_memory import columns_of
 from tests.models.native import opened, replies, reply
-from tests.models.test_faults import Fault, actor, tokens_of
+from tests.models.test_faults import Fault, actor, overwrite, tokens_of
 from tests.models.test_moves import bits, moving, num_blocks, one_each, random_moves, two_devices
 
 
@@ -327,3 +329,35 @@ async def test_replies_that_do_not_need_an_expert_go_on_without_it(
             assert one.bits == other.bits == whole.bits
     failed = sum(isinstance(one, PageError) for one in alone)
     assert 0 < failed < len(requests), "the expert is not needed by some of them"
+
+
+def contents(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+async def test_a_container_that_is_damaged_under_way_ends_who_needs_the_damage(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Cut, overwritten, replaced: the server lives, and goes on where the file is whole again."""
+    source, path = tiny_model("olmoe", "q8_0"), tmp_path / "m.jlm"
+    shutil.copy(source, path)
+    whole = contents(source)
+    async with apart(path, 0, strict=True) as loaded:
+        first = next(e.extent for e in loaded.header.experts if e.block == 2)
+        overwrite(path, first.offset, bytes(len(whole) - first.offset))
+        with pytest.raises(PageError, match="checksum"):  # compared when it is read first
+            await tokens_of(loaded)
+        check_nothing_is_kept(loaded)
+        overwrite(path, 0, whole)
+        sound = await tokens_of(loaded)
+
+        os.truncate(path, first.offset + 100)
+        with pytest.raises(PageError, match="short read") as caught:
+            await tokens_of(loaded)
+        assert caught.value.offset >= first.offset
+        check_nothing_is_kept(loaded)
+        overwrite(path, 0, whole)
+        assert await tokens_of(loaded) == sound
+
+        os.replace(shutil.copy(tiny_model("qwen3moe", "q8_0"), tmp_path / "other"), path)
+        assert await tokens_of(loaded) == sound  # what is open is still the first file
