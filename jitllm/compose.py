@@ -253,7 +253,8 @@ async def open_engine(
             if any(entry.node or entry.backend == "all" for entry in parse_devices(config.devices)):
                 own_id, nodes = seat.member.node_id, await seat.member.nodes()
                 nodes = [node for node in nodes if node.node_id != own_id]
-        chosen, shares = _devices(config, nodes, runtime.here)
+        objects, here = cache or ObjectCache(default_directory()), runtime.here
+        chosen, shares = await beside(lambda _: _devices(config, nodes, here, objects))
         host = _host(config, chosen)
         experts_used = _experts_used(config, graph, header)
         pagers: dict[str, Ref] = {}
@@ -289,7 +290,7 @@ async def open_engine(
                 "context_tokens": context_tokens,
                 "kv_budget_sets": _kv_budget_sets(config, graph, page_tokens),
                 "is_shared": ray is not None,
-                "cache": cache or ObjectCache(default_directory()),
+                "cache": objects,
                 "progress": partial(progress, "compiling kernels")
                 if progress and not ray
                 else None,
@@ -426,22 +427,25 @@ def _check_actors() -> None:
 
 
 def _devices(
-    config: ResolvedConfig, nodes: Sequence[NodeListed], here: str
+    config: ResolvedConfig, nodes: Sequence[NodeListed], here: str, cache: ObjectCache
 ) -> tuple[tuple[ChosenDevice, ...], tuple[CpuShare, ...]]:
     """The devices that were asked for, and the threads of each.
 
-    nodes: those of a cluster that devices may be on, besides this one. here: its name. Raises
-    `UsageError` or `PlacementError` for a device that there is not.
+    nodes: those of a cluster that devices may be on, besides this one. here: its name. cache: of
+    kernels, should GPUs have to be timed. Raises `UsageError` or `PlacementError` for a device that
+    there is not.
     """
     own = HostReport(config.threads, numa_nodes(cpu_mask()), host_devices(config.threads))
     hosts = {"": own} | {node.name: node.host for node in nodes if node.host}
     available = [replace(d, node=node) for node, host in hosts.items() for d in host.devices]
     entries = parse_devices(config.devices)
     if may_take_vulkan(entries):
+        from jitllm.devices.vulkan.speed import with_speeds
+
         found = find_vulkan()
         if found.problem and (named := [e.name for e in entries if e.backend == "vulkan"]):
             raise PlacementError(f"-devices {named[0]}: {found.problem}", found.remedy)
-        available += found.devices
+        available += with_speeds(entries, found.devices, cache)
     chosen, _ = choose_devices(entries, available, here)
     devices = tuple(one.device for one in chosen)
     shares: dict[str, CpuShare] = {}

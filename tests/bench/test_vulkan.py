@@ -29,7 +29,7 @@ MAX_COLD_START_S = 20
 
 async def test_logits_along_all_golden_replies(gemma_model: Path) -> None:
     """The bounds are those of the CPU."""
-    async with opened(gemma_model, devices=GPU, ctx_tokens=512) as loaded:
+    async with opened(gemma_model, devices=GPU, ctx_tokens=1024) as loaded:
         found = await along_golden_replies(loaded.engine, prompts(), NUM_POSITIONS)
     print(f"\n{found}")
     assert found.num_positions == 12 * NUM_POSITIONS
