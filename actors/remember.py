@@ -59,6 +59,8 @@ CHARGED_AS = "prefixes"
 
 _PIECES_AHEAD = 2
 
+_REMEDY = "free some space, or name another folder with -kv-cache"
+
 _log = logger(__name__)
 
 
@@ -401,7 +403,7 @@ class PrefixCache:
             saved: Saved = await beside(lambda _: store.save(draft))
         except OSError as error:
             self._count(failures=1)
-            self._warn(f"a prefix was not stored in {store.root}: {_reason(error)}")
+            self._warn(f"a prefix was not stored in {store.root}: {_reason(error)}; {_REMEDY}")
             return
         except Exception:  # nobody may wait for a mistake of ours
             self._count(failures=1)

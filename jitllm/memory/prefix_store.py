@@ -30,8 +30,8 @@ from jitllm.memory.prefix_file import (
 SUFFIX, UNFINISHED = ".kv", ".part"
 
 _SLACK = 16
-"""Where files take too much, so many parts of the limit less one are left: looking through a
-folder is not for every file that is written."""
+"""A part of the limit: where files take too much, so much less than it is left, and once so much
+was written, the folder is looked through for what other processes have written to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class PrefixStore:
         self.root = folder.root
         self._max_bytes = folder.max_bytes
         self._folder = folder.root / folder.kind.identity.hex()
+        self._unsurveyed_bytes = 0
         self.held_bytes = 0
         """What files of all models take, as far as this process knows."""
 
@@ -115,6 +116,7 @@ class PrefixStore:
         path = self._folder / f"{made.end.hex()}-{made.start}-{kept}{SUFFIX}"
         self._write(path, (front, draft.data, draft.hidden))
         self.held_bytes += made.num_bytes
+        self._unsurveyed_bytes += made.num_bytes
         gone = self._make_room(path)
         return Saved(replace(made, path=path), gone)
 
@@ -149,15 +151,16 @@ class PrefixStore:
 
     def _make_room(self, newest: Path) -> tuple[Path, ...]:
         """Delete what was used least recently until all files take no more than they may."""
-        if not self._max_bytes or self.held_bytes <= self._max_bytes:
+        most, slack = self._max_bytes, self._max_bytes // _SLACK
+        if not most or (self.held_bytes <= most and self._unsurveyed_bytes <= slack):
             return ()
         found = sorted(self._survey())
-        self.held_bytes = sum(size for _, size, _ in found)
-        if self.held_bytes <= self._max_bytes:
+        self.held_bytes, self._unsurveyed_bytes = sum(size for _, size, _ in found), 0
+        if self.held_bytes <= most:
             return ()
         gone: list[Path] = []
         for _, size, path in found:
-            if self.held_bytes <= self._max_bytes - self._max_bytes // _SLACK or path == newest:
+            if self.held_bytes <= most - slack or path == newest:
                 break
             with suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +40,37 @@ def test_a_budget_costs_pages_and_changes_nothing(jitllm: Jitllm, model: Path) -
     num_steps = len(tight["ids"])
     assert tight["pages"]["page_ins"] == num_steps * info["blocks"]
     assert tight["pages"]["page_ins_per_token"] == info["blocks"] - 1 / num_steps
+
+
+def test_a_prompt_is_computed_once_whatever_becomes_of_the_process(
+    model: Path, tmp_path: Path
+) -> None:
+    """One is killed in its reply, when what it has computed may be on its way to disk."""
+    words = "Once upon a time there was a model that forgot nothing at all"
+    command = [*COMMAND, "run", str(model), "-kv-cache", str(tmp_path), "-json", "-ignore-eos"]
+
+    def answer(text: str) -> Any:
+        done = subprocess.run([*command, "-n", "6", text], capture_output=True, check=True)
+        return json.loads(done.stdout)
+
+    first = answer(words)
+    assert (first["cached_tokens"], first["prefixes"]["whole"]) == (0, 0)
+    again = answer(words)
+    assert again["ids"] == first["ids"]
+    assert again["cached_tokens"] == len(again["prompt_ids"])
+    assert again["prefixes"]["whole"] == 1
+    other = f"{words}, and then"
+    child = subprocess.Popen([*command[:-2], "-n", "400", other], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.read(len(other) + 1)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    longer = answer(other)
+    assert longer["cached_tokens"] >= len(first["prompt_ids"]) // 16 * 16
+    assert longer["prefixes"]["damaged"] == 0
+    command = [*COMMAND, "run", str(model), "-json", "-ignore-eos"]  # which remembers nothing
+    assert answer(other)["ids"] == longer["ids"]
 
 
 def test_a_budget_below_everything_runs_and_says_so(jitllm: Jitllm, model: Path) -> None:

@@ -228,17 +228,18 @@ def held_bytes(folder: Path) -> int:
 
 
 @pytest.mark.timeout(SOAK_S * 4 + 120)
+@pytest.mark.parametrize("budget", [0, pytest.param(KV_BUDGET_BYTES, marks=pytest.mark.slow)])
 async def test_a_prefix_cache_that_is_full_all_the_time_changes_nothing_of_that(
-    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     monkeypatch.setenv("JITLLM_POISON", "1")
     path = tiny_model("llama", "q8_0")
     expected = await in_peace(path)
     before = Holdings.now()
     most = 1 << 21
-    choices = {**CHOICES, "kv_cache": str(tmp_path), "prefix_cache_bytes": most}
-    async with opened(path, **choices) as loaded:
-        await soaked(loaded.engine, expected)
+    choices = {"kv_cache": str(tmp_path), "prefix_cache_bytes": most, "kv_budget_bytes": budget}
+    async with opened(path, **CHOICES, **choices) as loaded:
+        await soaked(loaded.engine, expected, NUM_STREAMS)
         totals = (await loaded.engine.stats()).prefix_totals
         print(totals)
         assert os.listdir(tmp_path) == ["prefixes"]

@@ -300,6 +300,17 @@ def test_what_was_used_last_stays_longest(tmp_path: Path) -> None:
     assert store.held_bytes == held
 
 
+def test_processes_that_share_a_folder_share_its_room(tmp_path: Path) -> None:
+    one = saved(store_in(tmp_path), draft_of(tokens_of(0, 300))).num_bytes
+    most, stores = 50 * one, [store_in(tmp_path, 50 * one) for _ in range(3)]
+    for store in stores:
+        store.scan()
+    for seed in range(1, 300):
+        saved(stores[seed % 3], draft_of(tokens_of(seed, 300)))
+        held = sum(path.stat().st_size for path in tmp_path.glob("*/*.kv"))
+        assert held <= most + 2 * most // 16  # what two of them have not told the third
+
+
 def test_models_share_the_room(tmp_path: Path) -> None:
     other = replace(KIND, identity=b"another identity")
     first = saved(store_in(tmp_path, kind=other), draft_of(tokens_of(0, 300)))
