@@ -15,6 +15,7 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from concurrent.futures import Executor
@@ -69,12 +70,12 @@ class Overflow:
         if spill is None:
             return
         written = {page_set for span in spans for page_set in pages.sets(*span)}
-        if back := sorted(written.intersection(spill.spilled)):
+        if back := sorted(written.intersection(spill.parted)):
             with self._losing(sequence for sequence, _, _ in spans):
                 await self._do(partial(spill.bring_back, back, pages.columns))
             pages.rewrite(frozenset(back))
         try:
-            await self._put_surplus_away(written)
+            await self._put_surplus_away(written, {span[0]: span[1] for span in spans})
         except JitllmError as error:
             if self._is_lost(error):
                 raise
@@ -89,30 +90,35 @@ class Overflow:
         except JitllmError as error:
             if self._is_lost(error):
                 raise
-            spilled = self._pages.spill.spilled if self._pages.spill is not None else ()
-            lost = (s for s in sequences if any(one in spilled for one in self._pages.sets(s)))
+            parted = self._pages.spill.parted if self._pages.spill is not None else set()
+            lost = (s for s in sequences if not parted.isdisjoint(self._pages.sets(s)))
             raise HistoryError(tuple(lost), error, is_lost=True) from error
 
     async def fit_around(self, pieces: Iterable[Piece]) -> None:
         """Have in memory what has room there; what pieces are about stays. Raises `JitllmError`."""
         if self._pages.spill is not None:
-            await self._put_surplus_away(self._sets(pieces))
+            await self._put_surplus_away(self._sets(pieces), {})
 
-    async def _put_surplus_away(self, wanted: set[int]) -> None:
+    async def _put_surplus_away(self, wanted: set[int], starts: Mapping[int, int]) -> None:
+        """starts: see `KvPages.seen`."""
         spill, pages = self._pages.spill, self._pages
         if spill is None:
             return
-        gone = spill.surplus(wanted)
+        columns = pages.columns
+        gone = spill.surplus(wanted, columns)
         if gone and not spill.keeps_idle:
             pages.shrink(0)
-            gone = spill.surplus(wanted)
+            gone = spill.surplus(wanted, columns)
         if not gone:
             return
         try:
-            await self._do(partial(spill.put_away, gone, pages.columns))
+            if spill.window and (unseen := spill.whole - wanted - pages.seen(spill.window, starts)):
+                await self._do(partial(spill.narrow, sorted(unseen), columns))
+                gone = spill.surplus(wanted, columns)
+            await self._do(partial(spill.put_away, gone, columns))
         except JitllmError as error:
             pages.shrink(0)  # what is only kept is given up before a reply is
-            if spill.surplus(wanted):
+            if spill.surplus(wanted, columns):
                 raise
             _log.warning("%s; prefixes that were kept are given up", error)
         finally:
@@ -137,8 +143,8 @@ class Overflow:
         if spill is None:
             yield
             return
-        sets = self._sets(pieces, first)
-        absent = frozenset((s, block) for s in sets.intersection(spill.spilled) for block in blocks)
+        sets = self._sets(pieces, first).intersection(spill.parted)
+        absent = frozenset((s, block) for s in sets for block in blocks if spill.is_away(s, block))
         if not absent:
             yield
             return
@@ -153,7 +159,7 @@ class Overflow:
         `Spilling.passes`. rows: sequences, and the first position of each that is computed. Raises
         `HistoryError`."""
         spill, pages = self._pages.spill, self._pages
-        if spill is not None and spill.spilled:
+        if spill is not None and spill.parted:
             looking = {sequence: Row(pages.sets(sequence), start) for sequence, start in rows}
             with self._losing(looking):
                 yield from spill.passes(list(looking.values()), blocks, pages.set_bytes)

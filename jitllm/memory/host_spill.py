@@ -49,6 +49,9 @@ class HostSpill(Spilling):
         super().give(page_set)
         self._memory.set_home(page_set, is_home=False)
 
+    def narrow(self, sets: Iterable[int], columns: Collection[int]) -> None:
+        """See `Spilling`: there is no `window` here, and sets go as a whole."""
+
     def put_away(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """See `Spilling`."""
         for page_set in sets:

@@ -13,7 +13,7 @@ tokens, no budget.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jitllm.errors import OverBudget
@@ -95,7 +95,7 @@ class KvPages:
     @property
     def held_bytes(self) -> int:
         """Memory of the sets that sequences hold; a set that several hold counts once."""
-        return self._memory_of(self._holders)
+        return self._memory_of(self._holders.keys())
 
     @property
     def idle_bytes(self) -> int:
@@ -105,13 +105,15 @@ class KvPages:
     @property
     def spilled_bytes(self) -> int:
         """What is in a file in place of memory."""
-        return 0 if self.spill is None else len(self.spill.spilled) * self.set_bytes
+        if self.spill is None:
+            return 0
+        return self.spill.away_bytes(self.spill.parted, self._all, self._columns)
 
-    def _memory_of(self, sets: Collection[int]) -> int:
-        num_sets = len(sets)
-        if self.spill is not None and self.spill.spilled:
-            num_sets -= sum(page_set in self.spill.spilled for page_set in sets)
-        return num_sets * self.set_bytes
+    def _memory_of(self, sets: Set[int]) -> int:
+        num_bytes = len(sets) * self.set_bytes
+        if self.spill is not None:
+            num_bytes -= self.spill.away_bytes(sets, self._all, self._columns)
+        return num_bytes
 
     def promised_bytes(self, num_more: int) -> int:
         """Memory that sequences take once they hold so many sets more: a budget at the most."""
@@ -140,7 +142,7 @@ class KvPages:
             raise OverBudget(f"page table of {max_tokens} positions", 8 * slots, 0)
         table = self._tables[sequence] = Table(entries)
         for page_set in self._index.find(digests):
-            if self.spill is not None and self.spill.has_failed and page_set in self.spill.spilled:
+            if self.spill is not None and self.spill.has_failed and page_set in self.spill.parted:
                 break  # it is computed again
             if page_set not in self._holders:
                 self._index.hold(page_set)
@@ -188,6 +190,19 @@ class KvPages:
         all of them."""
         last = None if stop is None else self.num_sets(stop)
         return self._tables[sequence].sets[start // self.page_tokens : last]
+
+    def seen(self, window: int, starts: Mapping[int, int]) -> set[int]:
+        """The sets that some sequence looks at through a window.
+
+        starts: the first position that is computed next of sequences that are computed; of others
+        it is one in their last set.
+        """
+        found: set[int] = set()
+        for sequence, table in self._tables.items():
+            last = max(len(table.sets) - 1, 0) * self.page_tokens
+            first = max(starts.get(sequence, last) + 1 - window, 0)
+            found.update(table.sets[first // self.page_tokens :])
+        return found
 
     def table_address(self, sequence: int) -> int:
         """Address of a sequence's entries."""

@@ -1,6 +1,9 @@
 """Page sets that go to a file where a budget has no room for them.
 
 A set keeps its addresses wherever its content is; what is in the file has no memory behind them.
+Blocks with a window never look at the oldest
+pages of a history again, so those of them go first, while the rest of their sets stays.
+
 For attention, pages of one block come to where they belong, are looked at and go, while those of
 the next pass are on their way. Knows sets, columns and a file. Knows no tokens. What reads and
 writes is for the thread that computes.
@@ -8,10 +11,11 @@ writes is for the thread that computes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from jitllm.devices.host import Pass
+from jitllm.memory.columns import Columns
 from jitllm.memory.page_file import PageFile
 from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.passes import Row, Stretch, stretches
@@ -46,30 +50,80 @@ class Spill(Spilling):
         self._file = file
         self._page_tokens = page_tokens
         self._windows = windows
+        self.window = max(windows)
+        self._windowed = frozenset(block for block, window in enumerate(windows) if window)
+        self._narrow: set[int] = set()  # present but for those blocks
         self._readers = ThreadPoolExecutor(NUM_IN_FLIGHT, "jitllm kv")
 
     # --- which sets are where ----------------------------------------------------------------
 
     def give(self, page_set: int) -> None:
         """See `Spilling`."""
-        was_away = bool(self._spilled)
+        was_away = bool(self.parted)
         super().give(page_set)
-        if was_away and not self._spilled:
+        self._narrow.discard(page_set)
+        if was_away and not self.parted:
             self._file.clear()
             self.has_failed = False
+
+    @property
+    def parted(self) -> Set[int]:
+        """See `Spilling`."""
+        return self._spilled | self._narrow
+
+    @property
+    def whole(self) -> Set[int]:
+        """See `Spilling`."""
+        return self._present.keys() - self._narrow
+
+    def is_away(self, page_set: int, column: int) -> bool:
+        """See `Spilling`."""
+        is_narrow = page_set in self._narrow and column in self._windowed
+        return is_narrow or super().is_away(page_set, column)
+
+    def away_bytes(self, sets: Set[int], layout: Columns, columns: Collection[int]) -> int:
+        """See `Spilling`."""
+        num_narrow = len(self._narrow & sets)
+        narrow_bytes = num_narrow * layout.num_bytes(self._windowed.intersection(columns))
+        return narrow_bytes + super().away_bytes(sets, layout, columns)
+
+    def _num_whole(self, columns: Collection[int]) -> float:
+        return len(self._present) - len(self._narrow) * (1 - self._narrow_part(columns))
+
+    def _part(self, page_set: int, columns: Collection[int]) -> float:
+        return self._narrow_part(columns) if page_set in self._narrow else 1.0
+
+    def _narrow_part(self, columns: Collection[int]) -> float:
+        """What part of a set's memory blocks without a window have."""
+        layout = self._memory.layout
+        rest = frozenset(columns) - self._windowed
+        return layout.num_bytes(rest) / max(layout.num_bytes(columns), 1)
+
+    def narrow(self, sets: Iterable[int], columns: Collection[int]) -> None:
+        """See `Spilling`."""
+        windowed = self._windowed.intersection(columns)
+        for page_set in sets:
+            self._write((page_set, column) for column in windowed)
+            self._memory.give(page_set, windowed)
+            self._narrow.add(page_set)
 
     def put_away(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """See `Spilling`. Raises `DiskFull` too."""
         for page_set in sets:
-            self._write((page_set, column) for column in columns)
-            self._memory.give(page_set, columns)
+            here = [column for column in columns if not self.is_away(page_set, column)]
+            self._write((page_set, column) for column in here)
+            self._memory.give(page_set, here)
+            self._narrow.discard(page_set)
             self._went(page_set)
 
     def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """See `Spilling`."""
         for page_set in sets:
-            self.bring(frozenset((page_set, column) for column in columns))
-            self._came(page_set)
+            away = (column for column in columns if self.is_away(page_set, column))
+            self.bring(frozenset((page_set, column) for column in away))
+            self._narrow.discard(page_set)
+            if page_set in self._spilled:
+                self._came(page_set)
 
     # --- single pages ------------------------------------------------------------------------
 
@@ -141,7 +195,7 @@ class Spill(Spilling):
                 window, max_sets = key
                 plans[key] = stretches(
                     rows,
-                    self._spilled,
+                    self.parted if window else self._spilled,
                     window=window,
                     page_tokens=self._page_tokens,
                     max_sets=max_sets,

@@ -10,10 +10,11 @@ What moves bytes is for the thread that computes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence, Set
 from typing import ClassVar
 
 from jitllm.devices.host import Pass
+from jitllm.memory.columns import Columns
 from jitllm.memory.passes import Row
 
 PASSING_PART = 4
@@ -35,6 +36,8 @@ class Spilling(ABC):
         self.has_failed = False
         self._present: dict[int, None] = {}  # the one that came first is the first one
         self._spilled: set[int] = set()
+        self.window = 0
+        """Most positions that blocks with a window show, where what they do not show goes first."""
         self.bytes_read = 0
         self.bytes_written = 0
 
@@ -42,6 +45,24 @@ class Spilling(ABC):
     def spilled(self) -> Collection[int]:
         """The sets that are away."""
         return self._spilled
+
+    @property
+    def parted(self) -> Set[int]:
+        """The sets of which anything is away."""
+        return self._spilled
+
+    @property
+    def whole(self) -> Set[int]:
+        """The sets of which nothing is away."""
+        return self._present.keys()
+
+    def is_away(self, page_set: int, column: int) -> bool:
+        """Whether a page is."""
+        return page_set in self._spilled
+
+    def away_bytes(self, sets: Set[int], layout: Columns, columns: Collection[int]) -> int:
+        """What of sets is away. columns: that are held of each set."""
+        return len(self._spilled & sets) * layout.num_bytes(columns)
 
     @property
     def kept_sets(self) -> int:
@@ -57,13 +78,34 @@ class Spilling(ABC):
         self._present.pop(page_set, None)
         self._spilled.discard(page_set)
 
-    def surplus(self, wanted: Collection[int]) -> list[int]:
-        """Sets that have to go, so that what is in memory fits; none of those that are `wanted`."""
-        is_over = self._spilled or len(self._present) > self.budget_sets
-        num_gone = len(self._present) - (self.kept_sets if is_over else self.budget_sets)
-        if num_gone <= 0:
-            return []
-        return [page_set for page_set in self._present if page_set not in wanted][:num_gone]
+    def surplus(self, wanted: Collection[int], columns: Collection[int]) -> list[int]:
+        """Sets that have to go, so that what is in memory fits; none of those that are `wanted`.
+
+        columns: that are held of each set.
+        """
+        num_whole = self._num_whole(columns)
+        is_over = self.parted or num_whole > self.budget_sets
+        excess = num_whole - (self.kept_sets if is_over else self.budget_sets)
+        gone: list[int] = []
+        for page_set in self._present:
+            if excess <= 0:
+                break
+            if page_set not in wanted:
+                gone.append(page_set)
+                excess -= self._part(page_set, columns)
+        return gone
+
+    def _num_whole(self, columns: Collection[int]) -> float:
+        """Whole sets that take as much as what is in memory."""
+        return len(self._present)
+
+    def _part(self, page_set: int, columns: Collection[int]) -> float:
+        """What part of a set that is present is in memory."""
+        return 1.0
+
+    @abstractmethod
+    def narrow(self, sets: Iterable[int], columns: Collection[int]) -> None:
+        """Put away what of sets only blocks with a window look at. Raises as `put_away` does."""
 
     def check(self, sets: Collection[int]) -> None:
         """What must hold at every moment; sets: those that are in use."""

@@ -78,18 +78,21 @@ async def test_experts_and_keys_and_values_are_brought_in_one_step(
         assert (await loaded.engine.stats()).kv_spill.bytes_read > 0
 
 
-async def test_a_step_reads_what_is_not_in_memory(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Steps that differ in nothing but how many they are."""
-    path = tiny_model("llama")
+@pytest.mark.parametrize(("name", "num_read"), [("llama", 19 - 8), ("gemma3", 0)])
+async def test_a_step_reads_what_is_not_in_memory(
+    tiny_model: TinyModel, tmp_path: Path, name: str, num_read: int
+) -> None:
+    """Steps that differ in nothing but how many they are. Of 19 sets 8 may stay; where six of seven
+    blocks have a short window, all of the seventh one have room."""
+    path = tiny_model(name)
     _, set_bytes = await quiet(path, 16, ())
-    choices = {"kv_budget_bytes": 8 * set_bytes, "kv_cache": str(tmp_path)}
+    choices = {"kv_budget_bytes": 10 * set_bytes, "kv_cache": str(tmp_path)}
     read = []
     for max_tokens in (3, 13):  # positions up to 300 are written: none takes a page more
         async with opened(path, page_size_tokens=16, **choices) as loaded:
             await reply(loaded.engine, Request(PROMPT[:289], max_tokens=max_tokens))
             read.append((await loaded.engine.stats()).kv_spill.bytes_read)
-    num_sets, num_resident = 19, 6
-    assert read[1] - read[0] == 10 * (num_sets - num_resident) * set_bytes
+    assert read[1] - read[0] == 10 * num_read * set_bytes
 
 
 async def test_a_conversation_goes_on_with_what_was_put_away(

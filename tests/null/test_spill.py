@@ -82,7 +82,7 @@ def taken(rig: Rig, num_sets: int) -> None:
     for page_set in range(num_sets):
         rig.spill.take(page_set)
         rig.fill(page_set)
-        rig.spill.put_away(rig.spill.surplus({page_set}), BLOCKS)
+        rig.spill.put_away(rig.spill.surplus({page_set}, BLOCKS), BLOCKS)
 
 
 def test_what_has_room_stays(rig: Rig) -> None:
@@ -105,8 +105,8 @@ def test_what_is_wanted_does_not_go(rig: Rig) -> None:
     taken(rig, BUDGET)
     rig.spill.take(BUDGET)
     wanted = {0, 1, BUDGET}
-    assert rig.spill.surplus(wanted) == [2, 3, 4]
-    assert rig.spill.surplus(range(BUDGET + 1)) == []
+    assert rig.spill.surplus(wanted, BLOCKS) == [2, 3, 4]
+    assert rig.spill.surplus(range(BUDGET + 1), BLOCKS) == []
 
 
 def test_sets_come_back_with_their_bytes(rig: Rig) -> None:
@@ -114,7 +114,7 @@ def test_sets_come_back_with_their_bytes(rig: Rig) -> None:
     rig.spill.bring_back([3, 7], BLOCKS)
     assert all(rig.is_there(s, column) for s in (3, 7) for column in BLOCKS)
     assert not {3, 7} & set(rig.spill.spilled)
-    assert rig.spill.surplus({3, 7}) == [14, 15]  # those that are there for longest
+    assert rig.spill.surplus({3, 7}, BLOCKS) == [14, 15]  # those that are there for longest
     rig.spill.check(range(20))
 
 
@@ -131,6 +131,39 @@ def test_single_pages_come_and_go_and_may_be_changed(rig: Rig) -> None:
     assert bytes(rig.page(3, 1)) == b"x" * SIZES[1]
     assert rig.is_there(2, 1)
     rig.spill.put(pages, is_written=False)
+
+
+def test_what_no_window_shows_goes_first_and_alone(rig: Rig) -> None:
+    for page_set in range(12):
+        rig.spill.take(page_set)
+        rig.fill(page_set)
+    assert rig.spill.surplus({11}, BLOCKS) == [0, 1, 2, 3, 4, 5]
+    rig.spill.narrow(range(9), BLOCKS)
+    assert rig.spill.whole == {9, 10, 11}
+    assert rig.spill.parted == set(range(9))
+    for page_set in range(12):
+        for column in BLOCKS:
+            is_away = column == 1 and page_set < 9
+            assert rig.spill.is_away(page_set, column) == is_away
+            assert rig.is_there(page_set, column) == (not is_away)
+    assert rig.spill.away_bytes(rig.spill.parted, rig.memory.layout, BLOCKS) == 9 * 3 * 4096
+    # Nine sets with two of five system pages, and three whole ones: 0.6 more than six.
+    assert rig.spill.surplus({11}, BLOCKS) == [0, 1]
+    assert rig.spill.surplus({11}, (0, 2)) == [0, 1, 2, 3, 4, 5]  # blocks without a window
+    rig.spill.check(range(12))
+
+    rig.spill.put_away([0, 1], BLOCKS)
+    rig.spill.bring_back([0, 2], BLOCKS)
+    assert rig.spill.parted == {1, *range(3, 9)}
+    for page_set in (0, 2):
+        assert all(rig.is_there(page_set, column) for column in BLOCKS)
+    rig.spill.check(range(12))
+    with closing(rig.spill.passes([Row(range(12), 11 * PAGE_TOKENS)], BLOCKS, STRIDE)) as passes:
+        seen = [(one.block, one.ranges) for one in passes]
+    assert {block for block, _ in seen} == {0, 2}  # of which set 1 is away
+    for page_set in range(12):
+        rig.spill.give(page_set)
+    assert os.fstat(rig.spill._file._fd).st_blocks == 0
 
 
 def test_the_disk_is_given_back_with_the_last_set(rig: Rig) -> None:
@@ -186,7 +219,7 @@ def test_a_full_disk_is_said_and_what_was_not_written_stays(
     rig.fill(BUDGET)
     monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     with pytest.raises(DiskFull):
-        rig.spill.put_away(rig.spill.surplus({BUDGET}), BLOCKS)
+        rig.spill.put_away(rig.spill.surplus({BUDGET}, BLOCKS), BLOCKS)
     assert not rig.spill.spilled
     assert all(rig.is_there(s, column) for s in range(BUDGET + 1) for column in BLOCKS)
     rig.spill.check(range(BUDGET + 1))
