@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jitllm.compose import _devices, resolve_config
+from jitllm.allot import devices_of
+from jitllm.compose import resolve_config
 from jitllm.config import EngineConfig
 from jitllm.devices.choose import AvailableDevice
 from jitllm.devices.vulkan import found, speed
@@ -39,13 +40,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return RATES[index]
 
     monkeypatch.setattr(speed, "read_rate", read_rate)
-    monkeypatch.setattr("jitllm.compose.find_vulkan", lambda: FoundVulkan(CARDS))
+    monkeypatch.setattr("jitllm.allot.find_vulkan", lambda: FoundVulkan(CARDS))
     monkeypatch.setattr(found, "has_card", lambda: True)
     return asked
 
 
 def taken(devices: str) -> list[str]:
-    chosen, _ = _devices(resolve_config(EngineConfig(devices=devices)), (), "", ObjectCache(None))
+    chosen, _ = devices_of(resolve_config(EngineConfig(devices=devices)), {}, "", ObjectCache(None))
     return [one.name for one in chosen]
 
 
@@ -74,7 +75,7 @@ def test_what_is_named_is_not_timed(devices: str, timed: list[tuple[int, int]]) 
 def test_one_card_is_not_timed(
     timed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jitllm.compose.find_vulkan", lambda: FoundVulkan(CARDS[:2]))
+    monkeypatch.setattr("jitllm.allot.find_vulkan", lambda: FoundVulkan(CARDS[:2]))
     assert taken("auto") == ["vulkan:1", "cpu:0"]
     assert timed == []
 
