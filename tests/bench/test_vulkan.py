@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from actors import vulkan_recipe
 from jitllm.compose import open_engine
 from jitllm.config import EngineConfig
+from jitllm.devices.vulkan.arena import Arena
 from jitllm.engine import Request
 from jitllm.jit.cache import ObjectCache
 from tests.models.native import opened, reply
@@ -72,3 +75,28 @@ async def test_blocks_there_and_back(gemma_model: Path) -> None:
         most = np.abs(found.logits[:rows] - expected.logits[:rows]).max()
         print(f"\n{rows} of {len(found.ids)} tokens alike, logits off by {most:.2f} at most")
         assert most <= 1.5
+
+
+async def test_all_blocks_in_the_room_of_three(
+    gemma_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a device that holds all of them."""
+    # So that what is allocated is what is used, nearly.
+    monkeypatch.setattr(vulkan_recipe, "Arena", partial(Arena, chunk_bytes=1 << 20))
+    request = Request(tuple(next(prompts()).tokens), max_tokens=8)
+    choices = {"ctx_tokens": 512, "max_batch": 1, "prompt_chunk_tokens": 64}
+    async with opened(gemma_model, devices=GPU, **choices) as loaded:
+        expected = await reply(loaded.engine, request)
+        (whole,) = (await loaded.engine.stats()).devices
+        block_bytes = max(loaded.header.frame_bytes)
+        dense_bytes = whole.placed_bytes - sum(loaded.header.frame_bytes)
+    kv_bytes = 4 << 20
+    room_bytes = whole.scratch_bytes + dense_bytes + 3 * block_bytes + kv_bytes
+    choices |= {"devices": f"{GPU}={room_bytes}", "placement": f"*={GPU}~"}
+    async with opened(gemma_model, **choices) as loaded:
+        found = await reply(loaded.engine, request)
+        stats = await loaded.engine.stats()
+    print(f"\n{stats.devices[0].placed} of {whole.placed} blocks in place, {stats.placement}")
+    assert stats.devices[0].placed <= 3
+    assert stats.devices[0].blocks == 18
+    assert found.bits == expected.bits

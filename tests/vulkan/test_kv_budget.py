@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,8 +21,9 @@ from jitllm.memory.device_pages import DevicePages
 from tests.conftest import TinyModel
 from tests.models.native import Reply, opened, replies, reply
 from tests.models.shapes import Shape, write_container
-from tests.models.test_moves import moving, num_blocks, random_moves
+from tests.models.test_moves import following, moving, num_blocks, random_moves
 from tests.ops.vulkan import needs_vulkan
+from tests.vulkan.test_losses import Fault
 from tests.vulkan.test_moves import BAND
 
 pytestmark = [pytest.mark.vulkan, needs_vulkan]
@@ -141,6 +143,56 @@ async def test_blocks_move_while_their_history_is_away(
         for got in same:
             assert got.ids == want.ids
             assert np.abs(got.logits - want.logits).max() <= BAND
+
+
+async def test_requests_wait_without_their_pages(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """What is away is put into a file from there, and comes back within the budget."""
+    path, budget_bytes = tiny_model("llama"), BUDGETS["llama"]
+    requests = [
+        replace(request, name=str(index), max_tokens=160)
+        for index, request in enumerate(REQUESTS[:2])
+    ]
+    expected = await resident(path, requests)
+    async with streaming(path, tmp_path, budget_bytes) as loaded:
+        seen = [asyncio.Event() for _ in requests]
+        tasks = [
+            asyncio.create_task(following(loaded.engine, request, event))
+            for request, event in zip(requests, seen, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in seen))
+        for name, to in (("0", "disk"), ("1", "memory")):
+            await loaded.engine.park(name, to)
+            assert (await loaded.engine.stats()).parked == 1
+            await loaded.engine.resume(name)
+        found = [await task for task in tasks]
+        stats = await loaded.engine.stats()
+    check_spilled(stats, budget_bytes)
+    assert stats.park_totals.resumes == 2
+    assert [r.bits for r in found] == [r.bits for r in expected]
+
+
+async def test_a_loss_takes_what_is_away_with_it(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is computed again on the host."""
+    path, fault = tiny_model("llama"), Fault(monkeypatch)
+    whole = {"kv_type": "f32", "threads": 1}
+    async with opened(path, devices=CPU, **whole) as loaded:
+        expected = await replies(loaded.engine, REQUESTS[:2])
+    choices = {"devices": f"{CPU},{GPU}", "placement": f"*={GPU}", **whole}
+    async with streaming(path, tmp_path, 2 * BUDGETS["llama"], **choices) as loaded:
+        seen = [asyncio.Event() for _ in REQUESTS[:2]]
+        tasks = [
+            asyncio.create_task(following(loaded.engine, request, event))
+            for request, event in zip(REQUESTS[:2], seen, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in seen))
+        assert (await loaded.engine.stats()).kv_spill.bytes_written > 0
+        fault.code = "VK_ERROR_DEVICE_LOST"
+        found = [await task for task in tasks]
+        stats = await loaded.engine.stats()
+    assert stats.lost == (GPU,)
+    assert [reply.ids for reply in found] == [reply.ids for reply in expected]
 
 
 async def test_the_host_is_charged_with_what_is_away(
