@@ -18,6 +18,7 @@ from actors.actor import Context
 from actors.mailbox import Lost
 from actors.messages import AcquireExperts, ExpertLease, Unreadable
 from jitllm.errors import JitllmError, PageError
+from jitllm.memory.expert_frames import ExpertFrames
 from jitllm.memory.experts import Admitted, Expert, ExpertResidency
 from jitllm.memory.use import ExpertUse, Phase, ReadUse
 from jitllm.memory.weights import Weights
@@ -48,6 +49,7 @@ class ExpertPager:
         self._residency = ExpertResidency(weights.expert_bytes, 0, used)
         self._context = context
         self._use = reads
+        self._frames = ExpertFrames(weights.num_experts, weights.release_place)
         self._executor = ThreadPoolExecutor(_NUM_READS, "jitllm-experts")
         self._reads: dict[Expert, asyncio.Future[float]] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -164,17 +166,17 @@ class ExpertPager:
         victims = list(found.evicted)
         for num_left, expert in zip(range(len(found.reads), 0, -1), found.reads, strict=True):
             num = -(-len(victims) // num_left)
-            self._give_back(victims[:num])
-            del victims[:num]
             self._use.fault()
-            self._begin_read(Expert(holder.block, expert))
+            self._begin_read(Expert(holder.block, expert), victims[:num])
+            del victims[:num]
         holder.wanted.update(found.present, found.coming, found.reads)
         return found
 
     def _grant(self, holder: _Holder, experts: tuple[int, ...]) -> ExpertLease | None:
         if not experts:
             return None
-        lease = ExpertLease(self._num_leases, holder.block, experts)
+        places = tuple(self._frames.place(Expert(holder.block, expert)) for expert in experts)
+        lease = ExpertLease(self._num_leases, holder.block, experts, places)
         self._num_leases += 1
         self._leases[lease.lease_id] = lease, holder
         holder.leases.add(lease.lease_id)
@@ -207,17 +209,17 @@ class ExpertPager:
 
     def _give_back(self, victims: Iterable[Expert]) -> None:
         for victim in victims:
-            self._weights.release_expert(*victim)
+            self._frames.drop(victim)
 
-    def _begin_read(self, expert: Expert) -> None:
-        loop = asyncio.get_running_loop()
-        read = self._reads[expert] = loop.run_in_executor(self._executor, self._read, expert)
+    def _begin_read(self, expert: Expert, victims: Iterable[Expert]) -> None:
+        loop, place = asyncio.get_running_loop(), self._frames.take(expert, victims)
+        read = self._reads[expert] = loop.run_in_executor(self._executor, self._read, expert, place)
         read.add_done_callback(partial(self._end_read, expert, self._use.begin()))
 
-    def _read(self, expert: Expert) -> float:
+    def _read(self, expert: Expert, place: int) -> float:
         """Seconds that it took. Runs in a thread of the executor."""
         began_s = perf_counter()
-        self._weights.read_expert(*expert)
+        self._weights.read_expert(*expert, place)
         return perf_counter() - began_s
 
     def _end_read(self, expert: Expert, phase: Phase, read: asyncio.Future[float]) -> None:
@@ -225,6 +227,7 @@ class ExpertPager:
         if read.cancelled() or read.exception() is not None:
             self._use.end(phase, 0)
             self._residency.fail(*expert)
+            self._frames.drop(expert)
             return
         num_bytes = self._residency.expert_bytes[expert.block]
         self._use.end(phase, num_bytes)

@@ -57,6 +57,8 @@ class ExpertLease:
     lease_id: int
     block: int
     experts: tuple[int, ...]
+    places: tuple[int, ...]
+    """Where each of them lies: where the expert with that number would in a whole block."""
 
 
 @dataclass(frozen=True, slots=True)

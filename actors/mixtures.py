@@ -61,7 +61,7 @@ class Mixtures:
             if isinstance(lease, Unreadable):
                 lease.error.rows = self._program.rows_of(lease.expert)
                 raise lease.error
-            ask = partial(self._program.ask, block, lease.experts)
+            ask = partial(self._program.ask, block, lease.experts, lease.places)
             try:
                 await loop.run_in_executor(compute, ask)
             finally:

@@ -155,6 +155,10 @@ class HostProgram:
             span.view()[:] = const.data
         return self._consts[const.name].address
 
+    def bytes_of(self, const: Const) -> memoryview:
+        """The bytes of a constant, which may be changed between two calls."""
+        return self._consts[const.name].view()
+
     def block_slot(self, block: int) -> int:
         """Column of a block in page tables."""
         return self._slots[block]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from jitllm.kernels.dispatch import HEAD_BYTES, RECORD_BYTES
 from jitllm.kernels.expert_matmul import ExpertMatMul
-from jitllm.kernels.op import Op
+from jitllm.kernels.expert_matmul.cpu import addresses
+from jitllm.kernels.op import Const, Op
 
 if TYPE_CHECKING:
     from jitllm.devices.host import HostProgram, Pass
@@ -58,7 +59,14 @@ class MixtureProgram:
         self._sections = {block: program.blocks[block].start + 1 for block in found}
         self._starts = [sections.start for sections in program.blocks]
         self._blocks = {section: block for block, section in self._sections.items()}
+        self._addresses = {block: self._tables(blocks[block]) for block in found}
         self._panels: dict[int, list[list[int]]] = {}
+
+    def _tables(self, ops: Sequence[Op]) -> list[tuple[Const, list[int]]]:
+        """Where kernels find matrices of experts, and what stands there of a whole block."""
+        products = (op for op in ops if isinstance(op, ExpertMatMul))
+        tables = [addresses(op.weight, self._program) for op in products]
+        return [(table, memoryview(table.data).cast("Q").tolist()) for table in tables]
 
     def stretches(
         self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool
@@ -92,8 +100,15 @@ class MixtureProgram:
             self._panels.setdefault(expert, []).append(words[first + 1 : first + 4].tolist())
         return tuple(self._panels)
 
-    def ask(self, block: int, experts: Sequence[int]) -> None:
-        """Compute what some of the needed experts of `block` say. They must be resident."""
+    def ask(self, block: int, experts: Sequence[int], places: Sequence[int]) -> None:
+        """Compute what some of the needed experts of `block` say.
+
+        They must be resident. places: for each of them, whose address of a whole block it has.
+        """
+        for table, whole in self._addresses[block]:
+            entries = self._program.bytes_of(table).cast("Q")
+            for expert, place in zip(experts, places, strict=True):
+                entries[expert] = whole[place]
         words = self._words()
         panels = [panel for expert in experts for panel in self._panels[expert]]
         words[0] = len(panels)

@@ -123,29 +123,25 @@ class Weights:
         """Give the memory of `block` back to the system."""
         self._span.release(self._offsets[block], self._frame_bytes[block])
 
-    def read_expert(self, block: int, expert: int) -> None:
-        """Bring one expert in; the first time, its checksum is compared.
+    def read_expert(self, block: int, expert: int, place: int) -> None:
+        """Bring one expert in, to where the one with the number `place` lies in the file; the first
+        time, its checksum is compared.
 
-        Raises `PageError`; the expert has no memory then.
+        Raises `PageError`; what the place holds is then undefined.
         """
         extent, verify = self._experts[block][expert], (block, expert) not in self._verified_experts
-        offset = self._expert_offset(block, expert)
-        try:
-            view = self._span.view(offset, round_up(extent.length))
-            self.reader.read_extent(extent, view, verify=verify)
-        except BaseException:
-            self.release_expert(block, expert)
-            raise
+        view = self._span.view(self._place_offset(block, place), round_up(extent.length))
+        self.reader.read_extent(extent, view, verify=verify)
         self._verified_experts.add((block, expert))
 
-    def release_expert(self, block: int, expert: int) -> None:
-        """Give the memory of an expert back to the system."""
-        num_bytes = round_up(self._experts[block][expert].length)
-        self._span.release(self._expert_offset(block, expert), num_bytes)
+    def release_place(self, block: int, place: int) -> None:
+        """Give the memory of a place for an expert back to the system."""
+        num_bytes = round_up(self._experts[block][place].length)
+        self._span.release(self._place_offset(block, place), num_bytes)
 
-    def _expert_offset(self, block: int, expert: int) -> int:
+    def _place_offset(self, block: int, place: int) -> int:
         begin = self._runs[block][0].offset
-        return self._offsets[block] + self._experts[block][expert].offset - begin
+        return self._offsets[block] + self._experts[block][place].offset - begin
 
     @contextmanager
     def _filling(self, block: int) -> Iterator[memoryview]:

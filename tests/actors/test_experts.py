@@ -56,10 +56,9 @@ async def compute(pager: LocalRef, container: FakeContainer, block: int, *expert
             assert lease.expert in left
             raise lease.error
         assert set(lease.experts) <= left
-        for expert in lease.experts:
-            extent = extents[expert]
-            data = at(where + extent.offset - begin, EXPERT)
-            assert data == container.payload(extent), (block, expert)
+        for expert, place in zip(lease.experts, lease.places, strict=True):
+            data = at(where + extents[place].offset - begin, EXPERT)
+            assert data == container.payload(extents[expert]), (block, expert)
         await asyncio.sleep(0)
         await pager.tell(Release(lease))
         left.difference_update(lease.experts)

@@ -30,7 +30,7 @@ def launches(op: ExpertMatMul, env: Env) -> list[Launch]:
     args = (
         env.buffer(op.src),
         env.buffer(op.dst),
-        env.const(_addresses(weight, env)),
+        env.const(addresses(weight, env)),
         env.buffer(op.table),
         op.src.stride_bytes // segments,
         op.dst.stride_bytes // op.used,
@@ -42,7 +42,8 @@ def launches(op: ExpertMatMul, env: Env) -> list[Launch]:
     return [Launch(spec, Count.ONE, SHARES, args)]
 
 
-def _addresses(weight: Weight, env: Env) -> Const:
+def addresses(weight: Weight, env: Env) -> Const:
+    """The address of each expert's matrix, u64."""
     found = [env.weight(weight.of_expert(expert)) for expert in range(weight.experts)]
     return Const(f"{weight.role}.{weight.block}", struct.pack(f"<{len(found)}Q", *found))
 
