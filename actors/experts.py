@@ -74,6 +74,7 @@ class ExpertPager:
         residency = self._residency
         return ExpertUse(
             room_bytes=residency.room_bytes,
+            all_bytes=self.all_bytes,
             resident=residency.num_resident,
             held_bytes=residency.held_bytes,
             hits=residency.num_hits,

@@ -181,6 +181,12 @@ class Pages:
     experts: ExpertUse | None = None
     phases: Mapping[Phase, PhaseUse] = field(default_factory=dict)
 
+    @property
+    def fits(self) -> bool:
+        """Whether nothing has to go for anything else."""
+        has_experts = self.experts is None or self.experts.room_bytes >= self.experts.all_bytes
+        return self.frames >= self.blocks and has_experts
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:

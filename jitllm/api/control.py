@@ -209,6 +209,6 @@ def _stats(service: Service, served: Served, stats: EngineStats) -> Plain:
     return {
         "id": served.id,
         "sessions": len(service.sessions.list(served.id)),
-        "fits": stats.pages.frames >= stats.pages.blocks,
+        "fits": stats.pages.fits,
         **asdict(stats),
     }

@@ -137,7 +137,7 @@ def _report(served: Served, stats: EngineStats, moved: tuple[Moved, ...] = ()) -
         id=served.id,
         placement=str(stats.placement),
         epoch=stats.placement.epoch,
-        fits=stats.pages.frames >= stats.pages.blocks,
+        fits=stats.pages.fits,
         pages=stats.pages,
         runs=list(_runs(served, stats)),
         devices=list(stats.devices),

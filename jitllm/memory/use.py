@@ -15,12 +15,14 @@ from typing import Literal, get_args
 class ExpertUse:
     """What paging experts one by one did since the engine started.
 
-    room_bytes: what the budget holds of them. resident, held_bytes: those that are there. hits,
-    reads: those that steps needed and found there, and those that had to be read. bytes_read: for
-    these. read_s: time that reads took, overlapping or not. wait_s: time that steps waited.
+    room_bytes: what the budget holds of them. all_bytes: what all of them would take. resident,
+    held_bytes: those that are there. hits, reads: those that steps needed and found there, and
+    those that had to be read. bytes_read: for these. read_s: time that reads took, overlapping or
+    not. wait_s: time that steps waited.
     """
 
     room_bytes: int = 0
+    all_bytes: int = 0
     resident: int = 0
     held_bytes: int = 0
     hits: int = 0

@@ -69,6 +69,7 @@ def test_a_server_says_the_same(model: Path, tmp_path: Path) -> None:
         shown = subprocess.run(jitllmd, check=True, capture_output=True, text=True).stdout
         found = subprocess.run([*jitllmd, "-json"], check=True, capture_output=True, text=True)
         pages = json.loads(found.stdout)["models"][0]["pages"]
+        assert not json.loads(found.stdout)["models"][0]["fits"]
         experts, decode = pages["experts"], pages["phases"]["decode"]
         assert experts["reads"] > 0
         assert decode["tokens"] == NUM_TOKENS - 1

@@ -193,9 +193,11 @@ async def test_experts_are_apart_where_the_model_does_not_fit(
     path = tiny_model("olmoe")
     with Container.open(path) as container:
         weight_bytes = container.header.weight_bytes
-    maxmem_bytes = 2 * weight_bytes if maxmem == "fits" else weight_bytes
+    maxmem_bytes = 1 << 30 if maxmem == "fits" else weight_bytes
     async with opened(path, experts=choice, maxmem_bytes=maxmem_bytes) as loaded:
-        assert ((await loaded.engine.stats()).pages.experts is not None) == is_apart
+        pages = (await loaded.engine.stats()).pages
+        assert (pages.experts is not None) == is_apart
+        assert pages.fits == (maxmem == "fits")
 
 
 # --- what is read -----------------------------------------------------------------------------

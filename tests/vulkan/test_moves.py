@@ -224,3 +224,25 @@ async def test_a_move_without_room_is_refused_with_numbers(tiny_model: TinyModel
         stats = await loaded.engine.stats()
         assert str(stats.placement) == f"0={CPU},1={GPU},2={CPU},head={CPU}"
         assert len((await reply(loaded.engine, REQUESTS[0])).ids) == 50
+
+
+async def test_blocks_of_a_mixture_come_and_go_whole(tiny_model: TinyModel) -> None:
+    """The host has experts one by one, the device all of those of its blocks."""
+    path = tiny_model("olmoe", "f32")
+    requests = REQUESTS[:2]
+    expected = await quiet(path, requests)
+    async with both(path, experts="apart") as loaded:
+        engine = loaded.engine
+        n = await num_blocks(engine)
+        moves = [(range(n), GPU, True), ([1], CPU, False), (range(n), CPU, True)]
+        replies, _ = await moving(engine, requests, moves[:2])
+        for blocks, to, head in moves[2:]:
+            chosen = [b for b in blocks if (await engine.stats()).placement.blocks[b] != to]
+            await engine.move(chosen, to, head=head)
+        last = [await reply(engine, request) for request in requests]
+        assert [one.bits for one in last] == [one.bits for one in expected]
+        experts = (await engine.stats()).pages.experts
+        assert experts is not None
+        assert experts.reads > 0
+    for same, want in zip(replies, expected, strict=True):
+        check(path, same, [want] * len(same))
