@@ -25,6 +25,7 @@ from jitllm.kernels.route import Route
 from jitllm.memory.use import ExpertUse
 from tests.conftest import TinyModel
 from tests.models import oracle, reference
+from tests.models.deaths import Reaper
 from tests.models.kv_memory import columns_of
 from tests.models.native import opened, replies, reply
 from tests.models.test_faults import Fault, actor, overwrite, tokens_of
@@ -176,6 +177,34 @@ async def test_blocks_that_move_leave_their_experts(tiny_model: TinyModel) -> No
         check_nothing_is_kept(loaded)
         experts = await used(engine)
         assert experts.reads > 2 * sizes.count * len(sizes.expert_bytes)
+
+
+async def test_a_device_that_dies_amid_its_experts_leaves_none_behind(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any moment, also while it waits for some or computes with others."""
+    path, dice = tiny_model("olmoe", "q8_0"), random.Random(6)
+    requests = [
+        Request(tuple(range(5 + i, 25 + i)), max_tokens=60, sampling=Sampling(1.0, seed=i))
+        for i in range(3)
+    ]
+    async with opened(path, experts="blocks") as loaded:
+        expected = [(await reply(loaded.engine, request)).bits for request in requests]
+    reaper = Reaper.installed(monkeypatch)
+    async with apart(path, 0, strict=True) as loaded:
+        engine: Any = loaded.engine
+        pager = actor(engine._sites["cpu:0"].pager)
+        moments = set()
+        for _ in range(6):
+            task = asyncio.create_task(replies(loaded.engine, requests))
+            await asyncio.sleep(0.01 + dice.random() / 20)
+            holders = pager._experts._holders.values()
+            moments.add(any(holder.wanted or holder.leases for holder in holders))
+            reaper.kill("device cpu:0")
+            assert [one.bits for one in await task] == expected
+            check_nothing_is_kept(loaded)
+        assert True in moments, "it held none whenever it died"
+        assert reaper.num_deaths == 6
 
 
 @pytest.mark.parametrize(

@@ -247,3 +247,19 @@ async def test_a_prefix_cache_that_is_full_all_the_time_changes_nothing_of_that(
     assert min(totals.hits, totals.whole, totals.files, totals.evictions) > 0
     assert (totals.failures, totals.damaged) == (0, 0)
     await before.are_back()
+
+
+@pytest.mark.timeout(SOAK_S * 4 + 120)
+async def test_experts_that_come_one_by_one_change_nothing_of_that(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JITLLM_POISON", "1")
+    path = tiny_model("qwen3moe", "q8_0")
+    expected = await in_peace(path)
+    before = Holdings.now()
+    async with opened(path, kv_cache=str(tmp_path), experts="apart", **CHOICES) as loaded:
+        await soaked(loaded.engine, expected)
+        experts = (await loaded.engine.stats()).pages.experts
+        assert experts is not None
+        assert experts.reads > 2 * experts.resident
+    await before.are_back()
