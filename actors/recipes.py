@@ -49,7 +49,7 @@ from jitllm.memory.history import History
 from jitllm.memory.page_file import PageFile
 from jitllm.memory.page_memory import VirtualPages
 from jitllm.memory.pages import KvPages
-from jitllm.memory.prefix_file import GRANULE_TOKENS
+from jitllm.memory.prefix_file import PrefixKind
 from jitllm.memory.prefix_store import PrefixFolder
 from jitllm.memory.spill import Spill
 from jitllm.models.graph import Graph
@@ -194,8 +194,8 @@ class ModelOnDevice:
     def parcel_bytes(self) -> int:
         """The largest piece of history that travels at once."""
         history, blocks = History(self.graph.kv, self.kv_type), range(self.graph.num_blocks)
-        piece = max((history.num_bytes((block,), GRANULE_TOKENS) for block in blocks), default=0)
-        return max(PARCEL_BYTES, history.num_bytes(blocks, 1), piece)
+        kind = PrefixKind(b"", tuple(history.num_bytes((block,), 1) for block in blocks), 0)
+        return max(PARCEL_BYTES, kind.position_bytes, kind.parcel_bytes)
 
     def outbox(self) -> Span:
         """Memory for hidden states of a step, then for a parcel of history."""

@@ -33,7 +33,6 @@ from actors.charge import HostCharge
 from actors.mailbox import Stopped
 from actors.messages import Pack, Parcel, Piece, Restore
 from actors.park import packed
-from actors.relocate import PARCEL_BYTES
 from actors.route import Route
 from jitllm.engine import PrefixTotals
 from jitllm.errors import JitllmError
@@ -266,7 +265,7 @@ class PrefixCache:
         named = (Piece(sequence.id, job.start, job.file.piece_tokens(job.start, job.stop)),)
         epoch = self._route.placement.epoch
         for name, blocks in self._route.owners().items():
-            groups = kind.groups(blocks, count, PARCEL_BYTES)
+            groups = kind.groups(blocks, count)
             for number, group in enumerate(groups, 1):
                 part = _cut(data, kind.runs(group, count))
                 parcel = Parcel(group, named, part, 0.0, epoch, 0)
@@ -378,7 +377,7 @@ class PrefixCache:
             room = view[(first - start) * kind.position_bytes :]
             for name, blocks in self._route.owners().items():
                 device = self._route.sites[name].device
-                for group in kind.groups(blocks, count, PARCEL_BYTES) if blocks else ():
+                for group in kind.groups(blocks, count) if blocks else ():
                     rest = memoryview(await packed(device, Pack(group, named, True, epoch, 0)))
                     for offset, num_bytes in kind.runs(group, count):
                         room[offset : offset + num_bytes] = rest[:num_bytes]

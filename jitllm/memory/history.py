@@ -75,10 +75,14 @@ class History:
         source, destination = (in_page, in_piece) if out else (in_piece, in_page)
         (from_, source_tokens, skipped), (into, tokens, at) = source, destination
         # In a row of a matrix of keys or values, a position is `size` bytes.
+        is_whole = num_tokens == source_tokens == tokens  # then its rows follow one another
         for num_rows, size in self._matrices(block):
             yield from (into + at * size, tokens * size)
             yield from (from_ + skipped * size, source_tokens * size)
-            yield from (num_rows, num_tokens * size)
+            if is_whole:
+                yield from (1, num_rows * num_tokens * size)
+            else:
+                yield from (num_rows, num_tokens * size)
             from_ += num_rows * source_tokens * size
             into += num_rows * tokens * size
 

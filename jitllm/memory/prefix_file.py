@@ -34,9 +34,9 @@ from jitllm.memory.prefix import DIGEST_BYTES, extend
 GRANULE_TOKENS = 16
 """Prompts share what they have in common up to a multiple of so many positions."""
 
-PIECE_TOKENS, PIECE_BYTES = 64, 1 << 20
-"""Most positions of a piece, a page of the usual size, and what it should not exceed: the longer
-it is, the longer are the runs that it is copied in."""
+PIECE_TOKENS, PIECE_BYTES = 64, 4 << 20
+"""Most positions of a piece, a page of the usual size, which is copied in one run; and most bytes
+of it that travel at once."""
 
 VERSION = 1
 _MAGIC = b"JITLLMKV"
@@ -85,7 +85,15 @@ class PrefixKind:
             yield start, end
             start = end
 
-    def groups(self, blocks: Sequence[int], num_tokens: int, most: int) -> list[tuple[int, ...]]:
+    @property
+    def parcel_bytes(self) -> int:
+        """Most that a group of blocks has of a piece."""
+        whole = self.piece_tokens * self.position_bytes
+        return max(min(whole, PIECE_BYTES), GRANULE_TOKENS * max(self.kv_bytes, default=0))
+
+    def groups(
+        self, blocks: Sequence[int], num_tokens: int, most: int = PIECE_BYTES
+    ) -> list[tuple[int, ...]]:
         """Blocks in order, as many together as `most` bytes hold of so many positions; one group
         at the least, and one block in each."""
         groups: list[tuple[int, ...]] = [()]

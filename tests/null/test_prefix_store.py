@@ -90,10 +90,13 @@ def test_pieces_are_cut_where_pages_of_the_usual_size_are() -> None:
     assert PIECE_TOKENS % GRANULE_TOKENS == 0
 
 
-@pytest.mark.parametrize(("position_bytes", "expected"), [(1, 64), (18 << 10, 32), (1 << 20, 16)])
+@pytest.mark.parametrize(
+    ("position_bytes", "expected"), [(1, 64), (18 << 10, 64), (100 << 10, 32), (1 << 20, 16)]
+)
 def test_pieces_of_large_models_have_fewer_positions(position_bytes: int, expected: int) -> None:
     kind = PrefixKind(b"", (position_bytes,), 0)
     assert kind.piece_tokens == expected
+    assert kind.parcel_bytes == expected * position_bytes
     assert next(kind.pieces(0, 40)) == (0, min(expected, 40))
 
 
