@@ -27,8 +27,11 @@ NUM_IN_FLIGHT = 8
 READ_BYTES = 512 << 10
 """Most bytes of a read, unless a page has more."""
 
-MAX_PASS_BYTES = 8 << 20
+MAX_PASSING_BYTES = 16 << 20
 """More at once would not be faster."""
+
+MAX_AHEAD = 3
+"""Passes whose pages are read while those of one are looked at."""
 
 
 class Spill(Spilling):
@@ -189,10 +192,11 @@ class Spill(Spilling):
         """See `Spilling`."""
         plans: dict[tuple[int, int], list[Stretch]] = {}
         passes: list[tuple[int, Stretch]] = []
-        for block in blocks:
-            key = self._windows[block], self._num_passing(block, set_bytes)
+        num_pages = {block: self._num_passing(block, set_bytes) for block in blocks}
+        num_ahead = min(MAX_AHEAD, min(num_pages.values(), default=2) - 1)
+        for block, count in num_pages.items():
+            key = window, max_sets = self._windows[block], count // (num_ahead + 1)
             if key not in plans:
-                window, max_sets = key
                 plans[key] = stretches(
                     rows,
                     self.parted if window else self._spilled,
@@ -202,37 +206,35 @@ class Spill(Spilling):
                 )
             if len(plans[key]) > 1:
                 passes += ((block, stretch) for stretch in plans[key])
-        return self._stream(passes)
+        return self._stream(passes, num_ahead)
 
     def _num_passing(self, block: int, set_bytes: int) -> int:
-        """Sets whose pages of a block may be in memory for a pass, while those of the next one are
-        on their way."""
+        """Pages of a block that may be in memory for a pass or on their way for those after it."""
         page_bytes = self._memory.layout.num_bytes((block,))
-        passing_bytes = self.budget_sets // PASSING_PART * set_bytes // 2
-        return max(min(passing_bytes, MAX_PASS_BYTES) // page_bytes, 1)
+        passing_bytes = self.budget_sets // PASSING_PART * set_bytes
+        return max(min(passing_bytes, MAX_PASSING_BYTES) // page_bytes, 2)
 
-    def _stream(self, passes: list[tuple[int, Stretch]]) -> Generator[Pass, None, None]:
+    def _stream(
+        self, passes: list[tuple[int, Stretch]], num_ahead: int
+    ) -> Generator[Pass, None, None]:
+        """num_ahead: passes whose pages are on their way while one is computed, so that the disk
+        always has something to do."""
         wanted = [frozenset((s, block) for s in stretch.sets) for block, stretch in passes]
-        here: Pages = frozenset()
-        coming: Pages = frozenset()
-        reads: list[Future[int]] = []
+        reads: list[list[Future[int]]] = []
+        there: Pages = frozenset()  # or on their way
         try:
             for index, (block, stretch) in enumerate(passes):
-                if not index:
-                    coming = wanted[0]
-                    reads = self._begin(coming)
-                self._finish(reads)
-                here, coming, reads = here | coming, frozenset(), []
-                if index + 1 < len(passes):
-                    coming = wanted[index + 1] - here
-                    reads = self._begin(coming)
+                for pages in wanted[len(reads) : index + 1 + num_ahead]:
+                    reads.append(self._begin(pages - there))
+                    there |= pages
+                self._finish(reads[index])
                 yield Pass(block, stretch.ranges)
-                gone = here - wanted[index + 1] if index + 1 < len(passes) else here
+                gone = wanted[index].difference(*wanted[index + 1 : len(reads)])
                 self._release(gone)
-                here -= gone
+                there -= gone
         finally:
-            wait(reads)  # nobody may write into memory that was given back
-            self._release(here | coming)
+            wait(read for ones in reads for read in ones)  # or they would write into what is gone
+            self._release(there)
 
     def close(self) -> None:
         """Give the file back; nothing is read any more."""
