@@ -8,19 +8,20 @@ and positions changes, and what a step gave is copied as it is, to be read elsew
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
 
+from actors.messages import Outcome
 from jitllm.devices.runner import Runner, SeatMemory
-from jitllm.engine import MAX_TOP_LOGPROBS, Sampling
-from jitllm.kernels.sample import PAIR_BYTES, RECORD_BYTES, Field, move_on
-from jitllm.schedule.step import Span, SpanOutputs
+from jitllm.engine import MAX_TOP_LOGPROBS, Sampling, TopLogprobs
+from jitllm.kernels.sample import PAIR_BYTES, RECORD_BYTES, Field, Sampled, move_on, unpack_top
+from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 
 TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 """Room for the likeliest tokens of one output."""
 
-_TOKEN = Struct("<i")
+_I32 = Struct("<i")
 
 
 @dataclass(slots=True)
@@ -57,19 +58,64 @@ class Seat:
         return self.memory.history_at(position + 1 - window), window
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What sampling gave: a record for each output, and TOP_BYTES for each if anybody asked."""
+def results(spans: Sequence[Span], outcome: Outcome) -> tuple[SpanResult, ...]:
+    """What an outcome says of each span of its step."""
+    found, row = [], 0
+    for span in spans:
+        found.append(_result(span, range(row, row + span.num_outputs), outcome))
+        row += span.num_outputs
+    return tuple(found)
 
-    records: bytes | memoryview
-    tops: bytes | memoryview
+
+def _result(span: Span, rows: range, outcome: Outcome) -> SpanResult:
+    if not rows:
+        return SpanResult(span.sequence, None, 0.0)
+    records = [outcome.records[RECORD_BYTES * row : RECORD_BYTES * (row + 1)] for row in rows]
+    sampled = [Sampled.unpack(record) for record in records]
+    targets = [_I32.unpack_from(record, Field.TARGET)[0] for record in records]
+    known = [s.target_logprob for s, t in zip(sampled, targets, strict=True) if t >= 0]
+    (num_top,) = _I32.unpack_from(records[-1], Field.NUM_TOP)
+    tops = [_top(outcome.tops, row, num_top) for row in rows] if num_top else []
+    wants_prompt = span.outputs is SpanOutputs.ALL
+    return SpanResult(
+        sequence=span.sequence,
+        token=sampled[-1].token if span.sample else None,
+        logprob=sampled[-1].token_logprob,
+        prompt_logprobs=tuple(known) if wants_prompt else (),
+        top_logprobs=tops[-1] if span.sample and tops else (),
+        prompt_top_logprobs=tuple(tops[: len(known)]) if wants_prompt else (),
+    )
+
+
+def _top(tops: bytes, row: int, num_top: int) -> TopLogprobs:
+    start = TOP_BYTES * row
+    return unpack_top(tops[start : start + PAIR_BYTES * num_top])
+
+
+def outcome_of(
+    runner: Runner, spans: Sequence[Span], seats: Sequence[Seat], *, is_short: bool
+) -> Outcome:
+    """A copy of what the step gave that was run."""
+    return _copied(runner, *_counts(spans, seats), is_short)
+
+
+def _counts(spans: Sequence[Span], seats: Sequence[Seat]) -> tuple[int, int]:
+    """Outputs of a step, and how many of them have likeliest tokens: all, if any has."""
+    num_outputs = sum(span.num_outputs for span in spans)
+    wants_top = any(seat.num_top(span) for seat, span in zip(seats, spans, strict=True))
+    return num_outputs, num_outputs if wants_top else 0
+
+
+def _copied(runner: Runner, num_outputs: int, num_tops: int, is_short: bool) -> Outcome:
+    records = bytes(runner.records[: RECORD_BYTES * num_outputs])
+    return Outcome(records, bytes(runner.tops[: TOP_BYTES * num_tops]), is_short)
 
 
 class Decode:
     """Steps after a first one that was written down and samples for every sequence.
 
     seats: of the spans. num_left: steps that there is room for after the first. describe: writes
-    any step down. starts: the first position of each sequence in the step that was written last.
+    any step down. is_short: see `Outcome`.
     """
 
     def __init__(
@@ -79,22 +125,34 @@ class Decode:
         seats: Sequence[Seat],
         num_left: int,
         describe: Callable[[tuple[Span, ...]], None],
+        *,
+        is_short: bool,
     ) -> None:
         self._runner = runner
         self._spans: Sequence[Span] | None = spans  # of the first step, while it is the last one
         self._seats = seats
         self._num_left = num_left
         self._describe = describe
+        self._is_short = is_short
+        self._sequences = [span.sequence for span in spans]
         self._positions = [span.stop - 1 for span in spans]
-        self.starts = [span.start for span in spans]
-        self._num_outputs = sum(span.num_outputs for span in spans)
-        self._wants_top = any(s.num_top(span) for s, span in zip(seats, spans, strict=True))
+        self._starts = [span.start for span in spans]
+        self._num_outputs, self._num_tops = _counts(spans, seats)
 
     def outcome(self) -> Outcome:
         """A copy of what the step gave that was run."""
-        records = bytes(self._runner.records[: RECORD_BYTES * self._num_outputs])
-        top_bytes = TOP_BYTES * self._num_outputs if self._wants_top else 0
-        return Outcome(records, bytes(self._runner.tops[:top_bytes]))
+        return _copied(self._runner, self._num_outputs, self._num_tops, self._is_short)
+
+    @property
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """Sequences of the step that was written last, and the first position of each in it."""
+        return zip(self._sequences, self._starts, strict=True)
+
+    @property
+    def computed(self) -> dict[int, int]:
+        """Positions of each sequence that there are after the step that was run."""
+        stops = (position + 1 for position in self._positions)
+        return dict(zip(self._sequences, stops, strict=True))
 
     def advance(self, outcome: Outcome) -> bool:
         """Write the step down that goes on from an outcome; False if a sequence ends with that, or
@@ -105,11 +163,13 @@ class Decode:
         if any(token in seat.stop_ids for token, seat in zip(tokens, self._seats, strict=True)):
             return False
         self._num_left -= 1
-        self._positions = self.starts = [position + 1 for position in self._positions]
+        self._positions = self._starts = [position + 1 for position in self._positions]
         if self._spans is not None:
             pairs = zip(self._spans, tokens, strict=True)
             self._describe(tuple(span.next(token) for span, token in pairs))
-            self._spans, self._num_outputs = None, len(tokens)
+            self._spans = None
+            self._num_outputs = len(tokens)
+            self._num_tops = min(self._num_tops, len(tokens))
         else:
             self._write(tokens)
         return True
@@ -123,7 +183,7 @@ class Decode:
             counts = [span.num_outputs for span in self._spans]
         for count in counts:
             output += count
-            tokens += _TOKEN.unpack_from(records, RECORD_BYTES * output + Field.TOKEN)
+            tokens += _I32.unpack_from(records, RECORD_BYTES * output + Field.TOKEN)
         return tokens
 
     def _write(self, tokens: list[int]) -> None:

@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import TypeVar, assert_never
 
 from actors.actor import Actor
-from actors.decode import TOP_BYTES, Decode, Outcome, Seat
+from actors.decode import Decode, Seat, outcome_of, results
 from actors.mailbox import Lost
 from actors.messages import (
     Abandon,
@@ -40,6 +40,7 @@ from actors.messages import (
     Missing,
     Open,
     Opened,
+    Outcome,
     Own,
     Pack,
     Parcel,
@@ -64,16 +65,13 @@ from actors.parts import Parts
 from actors.supply import Supply
 from jitllm.devices import memory
 from jitllm.devices.runner import Runner, SeatMemory
-from jitllm.engine import Logits, TopLogprobs
+from jitllm.engine import Logits
 from jitllm.errors import JitllmError, OutOfPages, OverBudget, PlacementError
 from jitllm.kernels.op import Buffer
 from jitllm.kernels.sample import (
-    PAIR_BYTES,
     RECORD_BYTES,
-    Sampled,
     Settings,
     pack_pairs,
-    unpack_top,
 )
 from jitllm.memory import prefix
 from jitllm.memory.history import History
@@ -82,7 +80,7 @@ from jitllm.memory.pages import KvPages
 from jitllm.memory.use import Phase
 from jitllm.schedule.placement import shown_blocks
 from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
-from jitllm.schedule.step import Span, SpanOutputs, SpanResult, following, phase_of
+from jitllm.schedule.step import Span, SpanOutputs, phase_of
 from jitllm.units import format_size
 
 R = TypeVar("R")
@@ -92,13 +90,12 @@ R = TypeVar("R")
 class _Flight:
     """Steps that the compute thread does one after the other while messages are handled.
 
-    steps: where each of them is answered. step_id, spans: of the one that lands next. goes_on:
-    another one may follow.
+    outcomes: where each of them is answered. decode: how one follows another. goes_on: another one
+    may follow.
     """
 
-    steps: Parts[StepDone]
-    step_id: int
-    spans: tuple[Span, ...]
+    outcomes: Parts[Outcome]
+    decode: Decode
     goes_on: bool = True
     landing: Future[None] | None = None
 
@@ -425,8 +422,7 @@ class Device(Actor):
         if not message.has_head:
             hidden = self._hand_hidden(message)
             return StepDone(message.step_id, (), (), hidden, is_short=self._is_short)
-        outcome = Outcome(self._runner.records, self._runner.tops)
-        results, logits = self._results(message.spans, outcome), []
+        found, logits = results(message.spans, self._outcome(message.spans)), []
         row = 0
         for span in message.spans:
             if span.sequence in message.logits and span.num_outputs:
@@ -435,7 +431,7 @@ class Device(Actor):
         last_hidden = self._last_hidden(message) if message.last_hidden else ()
         return StepDone(
             message.step_id,
-            results,
+            found,
             tuple(logits),
             last_hidden=last_hidden,
             is_short=self._is_short,
@@ -616,25 +612,31 @@ class Device(Actor):
 
     # --- steps without a message for each ----------------------------------------------------
 
-    async def _steps(self, message: Steps) -> Parts[StepDone]:
+    async def _steps(self, message: Steps) -> Parts[Outcome]:
         """As many as can be without anything between them; one at the least."""
-        steps: Parts[StepDone] = Parts(self._cut)
+        outcomes: Parts[Outcome] = Parts(self._cut)
         if self._is_alone:
             await self._begin(message.first)
-            self._take_off(message.first, steps)
+            self._take_off(message.first.spans, outcomes)
         else:  # the first step brings the lease with which the next ones fly
-            steps.put(await self._step(message.first))
-            steps.end()
-        return steps
+            await self._step(message.first)
+            outcomes.put(self._outcome(message.first.spans))
+            outcomes.end()
+        return outcomes
 
-    def _take_off(self, first: Step, steps: Parts[StepDone]) -> None:
+    def _outcome(self, spans: tuple[Span, ...]) -> Outcome:
+        seats = [self._seats[span.sequence] for span in spans]
+        return outcome_of(self._runner, spans, seats, is_short=self._is_short)
+
+    def _take_off(self, spans: tuple[Span, ...], outcomes: Parts[Outcome]) -> None:
         """Begin a flight with a step that was described, under the standing lease."""
-        flight = self._flight = _Flight(steps, first.step_id, first.spans)
-        seats = [self._seats[span.sequence] for span in first.spans]
-        num_left = min(map(self._num_left, first.spans))
-        decode = Decode(self._runner, first.spans, seats, num_left, self._describe)
-        loop = asyncio.get_running_loop()
-        flight.landing = self._compute.submit(self._fly, flight, decode, loop)
+        seats = [self._seats[span.sequence] for span in spans]
+        num_left = min(map(self._num_left, spans))
+        decode = Decode(
+            self._runner, spans, seats, num_left, self._describe, is_short=self._is_short
+        )
+        flight = self._flight = _Flight(outcomes, decode)
+        flight.landing = self._compute.submit(self._fly, flight, spans, asyncio.get_running_loop())
 
     def _num_left(self, span: Span) -> int:
         """Steps that may follow one by themselves: until its sequence is full, or needs a page."""
@@ -644,38 +646,36 @@ class Device(Actor):
         room = self._pages.num_taken(span.sequence) * self._pages.page_tokens
         return max(min(seat.max_tokens - 1, room) - span.stop, 0)
 
-    def _fly(self, flight: _Flight, decode: Decode, loop: asyncio.AbstractEventLoop) -> None:
+    def _fly(
+        self, flight: _Flight, spans: tuple[Span, ...], loop: asyncio.AbstractEventLoop
+    ) -> None:
         """In the compute thread: step after step, until there is a reason to ask."""
         try:
-            sequences = [span.sequence for span in flight.spans]
-            phase, num_tokens = phase_of(flight.spans), _num_tokens(flight.spans)
+            phase, num_tokens = phase_of(spans), _num_tokens(spans)
             goes_on = True
             while goes_on:
-                rows = zip(sequences, decode.starts, strict=True)
+                rows = flight.decode.rows
                 self._run_together(rows, 0, self._head, embeds=True, begins=True, ends=True)
                 self._num_tokens[phase] += num_tokens
-                phase, num_tokens = "decode", len(sequences)
-                outcome = decode.outcome()
-                goes_on = flight.goes_on and decode.advance(outcome)
-                loop.call_soon_threadsafe(self._land, flight, outcome, not goes_on)
+                phase, num_tokens = "decode", len(spans)
+                outcome = flight.decode.outcome()
+                goes_on = flight.goes_on and flight.decode.advance(outcome)
+                flight.outcomes.send(outcome, loop)
+            loop.call_soon_threadsafe(self._land, flight)
         except Exception as error:
             loop.call_soon_threadsafe(self._crash, flight, error)
 
-    def _land(self, flight: _Flight, outcome: Outcome, is_last: bool) -> None:
-        """One step of a flight is done."""
-        for span in flight.spans:
-            self._publish(span.sequence, span.stop)
-        results = self._results(flight.spans, outcome)
-        flight.steps.put(StepDone(flight.step_id, results, (), is_short=self._is_short))
-        flight.step_id, flight.spans = flight.step_id + 1, following(flight.spans, results)
-        if is_last:
-            self._flight = None
-            flight.steps.end()
+    def _land(self, flight: _Flight) -> None:
+        """The last step of a flight is done."""
+        for sequence, num_tokens in flight.decode.computed.items():
+            self._publish(sequence, num_tokens)
+        self._flight = None
+        flight.outcomes.end()
 
     def _crash(self, flight: _Flight, error: Exception) -> None:
         """A step of a flight failed, and so none follows."""
         self._flight = None
-        flight.steps.fail(self._break(error) if self._runner.is_lost(error) else error)
+        flight.outcomes.fail(self._break(error) if self._runner.is_lost(error) else error)
 
     def _cut(self) -> None:
         """No step after this one without being asked."""
@@ -876,33 +876,7 @@ class Device(Actor):
         """The part of the outbox that hidden states leave through; parcels do behind it."""
         return self._hidden.stride_bytes * self._runner.limits.tokens
 
-    # --- results -----------------------------------------------------------------------------
-
-    def _results(self, spans: tuple[Span, ...], outcome: Outcome) -> tuple[SpanResult, ...]:
-        results = []
-        row = 0
-        for span in spans:
-            results.append(self._result(span, row, outcome))
-            row += span.num_outputs
-        return tuple(results)
-
-    def _result(self, span: Span, row: int, outcome: Outcome) -> SpanResult:
-        if not span.num_outputs:
-            return SpanResult(span.sequence, None, 0.0)
-        sampled = [_sampled(outcome, row + i) for i in range(span.num_outputs)]
-        targets = [*span.tokens[1:], span.target][-span.num_outputs :]
-        known = [s.target_logprob for s, t in zip(sampled, targets, strict=True) if t >= 0]
-        num_top = self._seats[span.sequence].num_top(span)
-        tops = [_top(outcome, row + i, num_top) for i in range(span.num_outputs)] if num_top else []
-        wants_prompt = span.outputs is SpanOutputs.ALL
-        return SpanResult(
-            sequence=span.sequence,
-            token=sampled[-1].token if span.sample else None,
-            logprob=sampled[-1].token_logprob,
-            prompt_logprobs=tuple(known) if wants_prompt else (),
-            top_logprobs=tops[-1] if span.sample and tops else (),
-            prompt_top_logprobs=tuple(tops[: len(known)]) if wants_prompt else (),
-        )
+    # --- logits ------------------------------------------------------------------------------
 
     def _rows(self, row: int, count: int) -> Logits:
         """A copy of logits rows that the receiver owns."""
@@ -910,16 +884,6 @@ class Device(Actor):
         rows = mmap.mmap(-1, count * width)
         self._runner.read_logits(row, memoryview(rows))
         return Logits(rows, count, self._logits.width)
-
-
-def _sampled(outcome: Outcome, output: int) -> Sampled:
-    start = RECORD_BYTES * output
-    return Sampled.unpack(outcome.records[start : start + RECORD_BYTES])
-
-
-def _top(outcome: Outcome, output: int, num_top: int) -> TopLogprobs:
-    start = TOP_BYTES * output
-    return unpack_top(outcome.tops[start : start + PAIR_BYTES * num_top])
 
 
 def _num_tokens(spans: Iterable[Span]) -> int:

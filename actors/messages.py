@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from actors.actor import Message, Ref
 from actors.parts import Parts
@@ -507,13 +507,23 @@ class Step(Message[StepDone]):
     last_hidden: tuple[int, ...] = ()
 
 
+class Outcome(NamedTuple):
+    """What sampling gave in a step: a record for each output (`kernels.sample`), and room for as
+    many lists of the likeliest tokens where anybody wants them. `decode.results` reads it.
+    is_short: see `StepDone`."""
+
+    records: bytes
+    tops: bytes
+    is_short: bool = False
+
+
 @dataclass(frozen=True, slots=True)
-class Steps(Message[Parts[StepDone]]):
+class Steps(Message[Parts[Outcome]]):
     """Compute a step, and then the same again with the tokens that it sampled, and so on.
 
     Only where the device has the whole model, and nobody wants logits. Each step is answered as
-    soon as it is done. They end, with one at the least, when a sequence ends or needs a page, and
-    after `Cut`.
+    soon as it is done, in the form that costs the device least. They end, with one at the least,
+    when a sequence ends or needs a page, and after `Cut`.
     """
 
     first: Step

@@ -7,6 +7,7 @@ has a `Parts` of its own, and frames carry what one has to the other.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,9 @@ class Parts(Generic[P]):
         self._was_left = False
         self._error: BaseException | None = None
         self._changed: Callable[[], None] = _ignore
+        self._sending = threading.Lock()
+        self._num_sent = 0  # by another thread, and not here yet
+        self._carry: Callable[[P], None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -52,6 +56,20 @@ class Parts(Generic[P]):
         if self._is_open():
             self._waiting.append(part)
             self._changed()
+
+    def send(self, part: P, loop: asyncio.AbstractEventLoop) -> None:
+        """`put`, from another thread than that of the event loop in which all else happens."""
+        with self._sending:
+            if self._carry is not None:
+                self._carry(part)
+                return
+            self._num_sent += 1
+        loop.call_soon_threadsafe(self._arrive, part)
+
+    def _arrive(self, part: P) -> None:
+        with self._sending:
+            self._num_sent -= 1
+        self.put(part)
 
     def end(self) -> None:
         """There are no more parts. `ValueError` when it had an end already."""
@@ -85,6 +103,8 @@ class Parts(Generic[P]):
     def leave(self) -> None:
         """Take no more; the actor is told, unless it was over. Twice is as good as once."""
         self._waiting.clear()
+        with self._sending:
+            self._carry = None
         if not self.is_over:
             self._was_left = True
             self._changed()
@@ -95,6 +115,13 @@ class Parts(Generic[P]):
     def watch(self, changed: Callable[[], None]) -> None:
         """Call `changed` at every part and at the end, in place of who was called before."""
         self._changed = changed
+
+    def shortcut(self, carry: Callable[[P], None]) -> None:
+        """Have `carry` take what another thread sends from now on, in that thread: no event loop
+        need wake up for it. Not while anything that came before is still to be taken."""
+        with self._sending:
+            if not (self._num_sent or self._waiting or self.is_over):
+                self._carry = carry
 
     def take(self) -> list[P]:
         """All parts that wait."""

@@ -13,6 +13,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
 from actors.actor import Ref
+from actors.decode import results
 from actors.mailbox import Lost, Stopped
 from actors.messages import (
     Carried,
@@ -35,7 +36,7 @@ from actors.messages import (
 from jitllm.errors import JitllmError
 from jitllm.schedule.place import Need, divide_budget
 from jitllm.schedule.placement import Placement
-from jitllm.schedule.step import Span
+from jitllm.schedule.step import Span, following
 
 MAX_LOSSES = 3
 """Deaths of a device in a row after which it is given up."""
@@ -242,10 +243,12 @@ class Route:
             return
         leg = self._legs[0]
         first = Step(step_id, spans, leg.start, leg.stop, leg.has_head)
-        async with aclosing(self._device(leg.device).follow(Steps(first))) as steps:
-            async for done in steps:
-                self.short = (leg.device,) * done.is_short
+        async with aclosing(self._device(leg.device).follow(Steps(first))) as outcomes:
+            async for outcome in outcomes:
+                self.short = (leg.device,) * outcome.is_short
+                done = StepDone(step_id, results(spans, outcome), ())
                 yield done
+                step_id, spans = step_id + 1, following(spans, done.results)
 
     async def head(
         self, step_id: int, spans: tuple[Span, ...], logits: tuple[int, ...], hidden: bytes

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -292,8 +293,9 @@ class Session:
     """One caller's messages to an actor of this process.
 
     send: takes the frames that go back, one or more at a time. resume: called when a full mailbox
-    has room again. Parts of all replies that come in one turn of the event loop go back together:
-    it is the number of times that a caller is woken which costs.
+    has room again. send_now: `send` for other threads, where there is such a way. Parts of all
+    replies that come in one turn of the event loop go back together: it is the number of times that
+    a caller is woken which costs.
     """
 
     def __init__(
@@ -302,11 +304,13 @@ class Session:
         carrier: Carrier,
         send: Callable[[bytes], None],
         resume: Callable[[], None] = lambda: None,
+        send_now: Callable[[bytes], None] | None = None,
     ) -> None:
         self._ref = ref
         self._carrier = carrier
         self._send = send
         self._resume = resume
+        self._send_now = send_now
         self._owed: dict[int, Letter] = {}
         self._followed: dict[int, tuple[Letter, Parts[Any]]] = {}
         self._changed: dict[int, None] = {}  # those with parts to send, in this order
@@ -428,6 +432,15 @@ class Session:
         data = b"".join(frame for question in changed for frame in self._frames(question))
         if data:
             self._send_back(data)
+        if self._send_now is not None:
+            for question in changed:
+                if question in self._followed:
+                    self._followed[question][1].shortcut(partial(self._carry, question))
+
+    def _carry(self, question: int, part: object) -> None:
+        """In the thread that sends a part: at once, without this loop."""
+        if self._send_now is not None:
+            self._send_now(pack(Kind.PART, question, self._carrier.dump(part)))
 
     def _frames(self, question: int) -> Iterator[bytes]:
         """The parts of one reply that wait, and its end."""
@@ -498,6 +511,51 @@ class Door:
         return _Guest(self._ref, self._carrier, self._guests)
 
 
+class _Writer:
+    """Bytes to a socket, from its event loop and from other threads; in order, and each call's
+    bytes in one piece."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._fd = os.dup(transport.get_extra_info("socket").fileno())
+        self._left = b""  # of what other threads sent, for the event loop to write
+
+    def write(self, data: bytes = b"") -> None:
+        """From the event loop."""
+        with self._lock:
+            data, self._left = self._left + data, b""
+            if data:
+                self._transport.write(data)
+
+    def send(self, data: bytes) -> None:
+        """From another thread: at once, if nothing waits and the socket takes it."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            is_free = not self._left and not self._transport.get_write_buffer_size()
+            sent = self._send(data) if is_free else 0
+            if sent == len(data):
+                return
+            self._left += data[sent:]
+        self._loop.call_soon_threadsafe(self.write)
+
+    def _send(self, data: bytes) -> int:
+        try:
+            return os.write(self._fd, data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # who was to read it is gone, as the event loop finds out by itself
+            return len(data)
+
+    def close(self) -> None:
+        """The socket is closed."""
+        with self._lock:
+            os.close(self._fd)
+            self._fd = -1
+
+
 class _Guest(asyncio.Protocol):
     """A caller at a door."""
 
@@ -513,8 +571,9 @@ class _Guest(asyncio.Protocol):
         if _peer_uid(transport) != os.getuid():
             _log.error("%s was called by another user, who was not let in", self._ref.name)
             self._transport.abort()
-        write, resume = self._transport.write, self._transport.resume_reading
-        self._session = Session(self._ref, self._carrier, write, resume)
+        self._writer = writer = _Writer(self._transport)
+        resume = self._transport.resume_reading
+        self._session = Session(self._ref, self._carrier, writer.write, resume, writer.send)
 
     def data_received(self, data: bytes) -> None:
         goes_on = True
@@ -530,6 +589,7 @@ class _Guest(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._guests.discard(self)
         self._session.close()
+        self._writer.close()
 
     def close(self) -> None:
         """What was answered still goes out."""

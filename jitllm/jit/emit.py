@@ -387,9 +387,13 @@ class Kernel:
         """Write a scalar or vector."""
         self.b.store(value.ir, self._pointer(address), align=align)
 
-    def prefetch(self, address: Value) -> None:
-        """Have the cache line of an address fetched. Any address will do: it is only a hint."""
-        hint = (self.const(n, i32) for n in (0, 3, 1))  # to be read, into every level, data
+    def prefetch(self, address: Value, *, is_read_once: bool = False) -> None:
+        """Have the cache line of an address fetched. Any address will do: it is only a hint.
+
+        is_read_once: nobody reads it after the next time, so it takes no room in outer caches.
+        """
+        locality = 0 if is_read_once else 3
+        hint = (self.const(n, i32) for n in (0, locality, 1))  # to be read; data
         self.intrinsic("llvm.prefetch.p0", self.pointer(address), *hint)
 
     def load_part(self, address: Value, count: Value) -> Value:

@@ -23,6 +23,7 @@ from actors.messages import (
     Cut,
     Forget,
     Lend,
+    Outcome,
     PagerStats,
     PagerStatsRequest,
     Place,
@@ -32,7 +33,6 @@ from actors.messages import (
     SetBudget,
     Shrink,
     Step,
-    StepDone,
     Steps,
 )
 from actors.parts import Parts
@@ -43,6 +43,7 @@ from jitllm.engine import Request
 from jitllm.schedule.placement import Placement
 from jitllm.schedule.plan import Budget
 from jitllm.schedule.step import following
+from tests.actors.outcomes import outcome_of
 from tests.null.model_device import ModelDevice, next_token
 
 BLOCKS = 3
@@ -134,11 +135,11 @@ class MovableDevice(Actor):
                     self.on_step(self, message)
                 return self.model.receive(message)
 
-    async def _steps(self, first: Step) -> Parts[StepDone]:
+    async def _steps(self, first: Step) -> Parts[Outcome]:
         """Two at once, and perhaps a death after them."""
-        steps: Parts[StepDone] = Parts()
+        steps: Parts[Outcome] = Parts()
         done = self.model.receive(first)
-        steps.put(done)
+        steps.put(outcome_of(first.spans, done))
         try:
             spans = following(first.spans, done.results)
             second = Step(first.step_id + 1, spans, first.start, first.stop, first.has_head)

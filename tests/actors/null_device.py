@@ -17,6 +17,7 @@ from actors.messages import (
     DeviceStatsRequest,
     Open,
     Opened,
+    Outcome,
     Own,
     Recall,
     Refused,
@@ -31,6 +32,7 @@ from actors.route import Route, Site
 from jitllm.memory.prefix import reusable
 from jitllm.schedule.placement import Placement
 from jitllm.schedule.step import Span, SpanResult
+from tests.actors.outcomes import outcome_of
 
 NAME = "cpu:0"
 
@@ -89,12 +91,14 @@ class NullDevice(Actor):
         hits = next((i for i, name in enumerate(names) if name not in self.known), len(names))
         return Opened(message.sequence, hits * self.page_tokens)
 
-    async def _steps(self, message: Steps) -> Parts[object]:
+    async def _steps(self, message: Steps) -> Parts[Outcome]:
         """One step at a time: whoever watches the steps of this device sees every one."""
-        steps: Parts[object] = Parts()
-        steps.put(await self.receive(message.first))
-        steps.end()
-        return steps
+        outcomes: Parts[Outcome] = Parts()
+        done = await self.receive(message.first)
+        assert isinstance(done, StepDone)
+        outcomes.put(outcome_of(message.first.spans, done))
+        outcomes.end()
+        return outcomes
 
     async def _step(self, message: Step) -> StepDone:
         if self.gate is not None:

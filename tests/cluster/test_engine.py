@@ -144,20 +144,23 @@ async def begin(
         async for _ in engine.generate(request):
             has_begun.set()
 
+    async def follow_on() -> None:
+        while True:  # a reply may end before the victims have come
+            await follow(Request(PROMPT[:5], max_tokens=400))
+
     if phase == "queued":  # behind as many as the device takes
-        long = Request(PROMPT[:5], max_tokens=400)
-        tasks += [asyncio.create_task(follow(long)) for _ in range(ROWS)]
+        tasks += [asyncio.create_task(follow_on()) for _ in range(ROWS)]
         await has_begun.wait()
     is_prompt = phase == "prompt"
-    request = Request(PROMPT * (20 if is_prompt else 1), max_tokens=100, chunk_tokens=1)
-    before = await engine.stats()
+    prompt = PROMPT * (20 if is_prompt else 1)
+    request = Request(prompt, max_tokens=100, chunk_tokens=1, name="victim")
     victims = [asyncio.create_task(follow(request)) for _ in range(num)]
     if phase == "decode":
         await has_begun.wait()
         return victims
-    came = before
-    while came.running + came.waiting < before.running + before.waiting + num:
-        came = await engine.stats()
+    num_here = 0
+    while num_here < num and not any(task.done() for task in victims):
+        num_here = sum(state.name == "victim" for state in await engine.sessions())
     return victims
 
 

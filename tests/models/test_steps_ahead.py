@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.device import Device
+from actors.decode import results
 from actors.messages import (
     Close,
     Open,
@@ -22,14 +22,14 @@ from actors.messages import (
     SchedulerStatsRequest,
     Shrink,
     Step,
-    StepDone,
     Steps,
 )
+from actors.parts import Parts
 from jitllm.compose import Loaded
 from jitllm.devices.host import HostProgram
 from jitllm.engine import Delta, Finish, Request, Sampling
 from jitllm.schedule import pace, plan
-from jitllm.schedule.step import Span, SpanOutputs
+from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 from tests.conftest import TinyModel
 from tests.models.native import opened
 
@@ -69,7 +69,7 @@ class Native:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Native:
     seen = Native()
-    run, land = HostProgram.run, Device._land
+    run, send = HostProgram.run, Parts.send
 
     def watched(*args: Any, **choices: Any) -> None:
         seen.num_runs += 1
@@ -80,13 +80,13 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Native:
             assert seen.goes.acquire(timeout=WAIT_S)
         run(*args, **choices)
 
-    def landed(device: Device, *args: Any) -> None:
+    def sent(parts: Parts[Any], *args: Any) -> None:
         seen.num_ahead += 1
-        land(device, *args)
+        send(parts, *args)
 
     monkeypatch.setattr(pace, "MAX_STEP_S", 1e9)  # every machine is quick enough
     monkeypatch.setattr(HostProgram, "run", watched)
-    monkeypatch.setattr(Device, "_land", landed)
+    monkeypatch.setattr(Parts, "send", sent)
     return seen
 
 
@@ -278,9 +278,9 @@ async def test_what_comes_between_steps_that_go_on_changes_nothing(other: Any, m
             assert opened.num_cached == 0
             step, ids = span(0, *PROMPT), []
 
-            async def take(done: StepDone) -> None:
+            async def take(result: SpanResult) -> None:
                 nonlocal step
-                token = done.results[0].token
+                token = result.token
                 assert token is not None
                 ids.append(token)
                 step = span(step.stop, token)
@@ -292,10 +292,10 @@ async def test_what_comes_between_steps_that_go_on_changes_nothing(other: Any, m
             while len(ids) < 50:
                 first = Step(1, (step,), 0, num_blocks, has_head=True)
                 if goes_on:
-                    async for done in device.follow(Steps(first)):
-                        await take(done)
+                    async for outcome in device.follow(Steps(first)):
+                        await take(*results((step,), outcome))
                 else:
-                    await take(await device.ask(first))
+                    await take(*(await device.ask(first)).results)
             await device.ask(Close(sequence))
             return ids
 

@@ -11,11 +11,8 @@ from jitllm.jit.emit import Kernel, Value, i32, i64
 from jitllm.kernels.team import RECORD_BYTES, State
 
 SPINS = 2000
-"""Looks at a word before a thread goes to sleep in a run: 30 to 100 us, by what `pause` takes."""
-
-IDLE_SPINS = 8000
-"""The same between two runs: longer than it takes to write the next step of a reply down, since who
-wakes a sleeper pays 50 us for it."""
+"""Looks at a word before a thread goes to sleep: 30 to 100 us, by what `pause` takes. More between
+two runs would keep the event loop, which has a step to pass on then, from that core."""
 
 GRAINS = 4
 """Grains of a launch per thread: enough that a late thread leaves little to wait for."""
@@ -85,7 +82,7 @@ def _worker(k: Kernel) -> None:
         return ((now & 1).ne(0) & now.ne(seen.get())) | is_closing()
 
     with k.while_(lambda: is_closing().eq(0)):
-        _wait(k, generation, team + State.IDLE, is_called, IDLE_SPINS, sleep_ns=None)
+        _wait(k, generation, team + State.IDLE, is_called, sleep_ns=None)
         seen.set(k.atomic_load(generation))
         k.atomic_add(k.const(1), active)
         is_open = (seen.get() & 1).ne(0) & k.atomic_load(generation).eq(seen.get())
@@ -164,7 +161,6 @@ def _wait(
     word: Value,
     sleepers: Value,
     is_ready: Callable[[Value], Value],
-    max_spins: int = SPINS,
     sleep_ns: int | None = SLEEP_NS,
 ) -> None:
     """Look at a word until it is ready: spin for a while, then sleep. Who changes the word calls
@@ -174,7 +170,7 @@ def _wait(
     def is_early() -> Value:
         return is_ready(k.atomic_load(word)).eq(0)
 
-    with k.while_(is_early), k.if_else(spins.get() < max_spins) as (spin, sleep):
+    with k.while_(is_early), k.if_else(spins.get() < SPINS) as (spin, sleep):
         with spin:
             _pause(k)
             spins.set(spins.get() + 1)
