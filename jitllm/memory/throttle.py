@@ -60,5 +60,5 @@ class Throttle:
             yield piece
             took_s = perf_counter() - began_s
             self.busy_s += took_s
-            self._wake.wait(took_s * self._pauses)
+            self._wake.wait(min(took_s * self._pauses, threading.TIMEOUT_MAX))
             start = piece.stop
