@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,17 +41,24 @@ class _Holder:
 class ExpertPager:
     """The experts of the blocks that are placed here.
 
-    used: experts that a token needs in a block. context, reads: of the pager.
+    used: experts that a token needs in a block. context, use: of the pager. reads: those in flight.
     """
 
-    def __init__(self, weights: Weights, used: int, context: Context, reads: ReadUse) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        used: int,
+        context: Context,
+        use: ReadUse,
+        reads: MutableMapping[Expert, asyncio.Future[float]],
+    ) -> None:
         self._weights = weights
         self._residency = ExpertResidency(weights.expert_bytes, 0, used)
         self._context = context
-        self._use = reads
+        self._use = use
+        self._reads = reads
         self._frames = ExpertFrames(weights.num_experts, weights.release_place)
         self._executor = ThreadPoolExecutor(_NUM_READS, "jitllm-experts")
-        self._reads: dict[Expert, asyncio.Future[float]] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._holders: dict[str, _Holder] = {}
         self._leases: dict[int, tuple[ExpertLease, _Holder]] = {}
@@ -237,5 +244,5 @@ class ExpertPager:
         self._read_s += read.result()
 
     def close(self) -> None:
-        """Wait for reads in flight, and end their threads."""
+        """End the threads."""
         self._executor.shutdown()

@@ -18,10 +18,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Literal, NamedTuple, TypeVar, assert_never
+from typing import NamedTuple, TypeVar, assert_never
 
 from actors.actor import Actor, Ref
 from actors.experts import ExpertPager
+from actors.fetches import Fetches, Read
 from actors.mailbox import Stopped
 from actors.messages import (
     Acquire,
@@ -47,14 +48,15 @@ from actors.messages import (
     SetBudget,
 )
 from jitllm.config import ReadAhead
-from jitllm.devices.memory import Memory, attach, round_up
+from jitllm.devices.memory import Memory, round_up
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container
 from jitllm.memory.division import expert_room
+from jitllm.memory.experts import Expert
 from jitllm.memory.frames import Frames
 from jitllm.memory.read_ahead import Pace
 from jitllm.memory.residency import Residency
-from jitllm.memory.throttle import Abandoned, Throttle
+from jitllm.memory.throttle import Abandoned
 from jitllm.memory.use import Phase, ReadUse
 from jitllm.memory.weights import Weights
 
@@ -77,13 +79,6 @@ class _Granted(NamedTuple):
     since_s: float
     is_kept: bool
     """It may be held for long: it stands, or was lent."""
-
-
-class _Fetching(NamedTuple):
-    """The fetch that is in flight, and that nobody waits for yet."""
-
-    block: int
-    throttle: Throttle
 
 
 class Pager(Actor):
@@ -114,10 +109,9 @@ class Pager(Actor):
         self._pace = Pace()
 
         self._frames = Frames(budget_bytes)
-        self._reads: dict[int, asyncio.Future[float]] = {}
+        self._reads: dict[int, Read] = {}
+        self._expert_reads: dict[Expert, Read] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._fetching: _Fetching | None = None
-        self._fetch_turn = asyncio.Lock()
 
         self._needs_dense = not is_empty
         self._has_dense = False
@@ -149,11 +143,20 @@ class Pager(Actor):
         self._owned.enter_context(self._weights)
         self._executor = ThreadPoolExecutor(_NUM_PAGE_INS, "jitllm-pager")
         self._owned.enter_context(self._executor)
-        # A thread of its own: what pauses between pieces must not keep page-ins from starting.
-        self._fetcher = self._owned.enter_context(ThreadPoolExecutor(1, "jitllm-fetch"))
         placed = () if self._is_empty else None
         self._residency = Residency(self._weights.block_bytes, self._frames, placed)
-        self._experts = ExpertPager(self._weights, self._experts_used, self.context, self._use)
+        self._fetches = Fetches(
+            self._weights,
+            self._residency,
+            self._frames,
+            self._reads,
+            self._watch,
+            is_short=lambda: bool(self._waiting),
+        )
+        self._owned.callback(self._fetches.close)
+        self._experts = ExpertPager(
+            self._weights, self._experts_used, self.context, self._use, self._expert_reads
+        )
         self._owned.callback(self._experts.close)
         self._experts.place(range(self._residency.num_blocks) if placed is None else placed)
         self._divide()
@@ -162,9 +165,10 @@ class Pager(Actor):
 
     async def on_stop(self) -> None:
         """Wait for reads in flight, then give file and memory back."""
-        self._abandon_fetch()
         if self._reads:
-            await asyncio.wait(tuple(self._reads.values()))
+            self._fetches.abandon()
+        if reads := (*self._reads.values(), *self._expert_reads.values()):
+            await asyncio.wait(reads)
         await asyncio.to_thread(self._owned.close)
 
     # --------------------------------------------------------------------------------- messages
@@ -278,8 +282,7 @@ class Pager(Actor):
             self._check_block(block)
         self._evict(self._residency.place(message.blocks))
         self._experts.place(message.blocks)
-        if self._fetching is not None and not self._residency.is_placed(self._fetching.block):
-            self._abandon_fetch()
+        self._fetches.abandon_unplaced()
         self._settle()
         # Nobody waits for these: who places may be who holds them.
         if kept := [granted for granted in self._standing() if self._is_in_the_way(granted.lease)]:
@@ -455,10 +458,8 @@ class Pager(Actor):
             if self._residency.is_resident(block):
                 self._residency.pin(block)
                 return
-            if self._fetching is not None and self._fetching.block == block:
-                self._fetching.throttle.hurry()
-                self._fetching = None  # it is a read like any other now
-            elif (fetch := self._fetch_in_the_way(block)) is not None:
+            is_fetched = self._fetches.hurry(block)
+            if not is_fetched and (fetch := self._fetches.in_the_way(block)) is not None:
                 await asyncio.wait([fetch])
                 continue
             read = self._reads.get(block) or self._begin_read(block, self._residency.admit(block))
@@ -484,28 +485,28 @@ class Pager(Actor):
         """Begin to read `block` while its predecessor is computed, if a frame can be lent."""
         if not self._reads_ahead or self._waiting or not self._residency.is_absent(block):
             return
-        if self._fetch_in_the_way(block) is None:
+        if self._fetches.in_the_way(block) is None:
             self._begin_read(block, self._residency.lend(block))
 
-    def _begin_read(
-        self, block: int, victims: tuple[int, ...] | None
-    ) -> asyncio.Future[float] | None:
+    def _begin_read(self, block: int, victims: tuple[int, ...] | None) -> Read | None:
         """The read of a block that was given a frame; None when it was not."""
         if victims is None:
             return None
         self._evict(victims)
         loop = asyncio.get_running_loop()
         read = loop.run_in_executor(self._executor, self._page_in, block)
-        return self._watch(block, read, self._use.begin(), self._pace.read)
+        return self._watch(block, read, is_counted=True, tell=self._pace.read)
 
     def _watch(
         self,
         block: int,
-        read: asyncio.Future[float],
-        phase: Phase | None,
+        read: Read,
+        *,
+        is_counted: bool,
         tell: Callable[[float], None] | None = None,
-    ) -> asyncio.Future[float]:
-        """`tell` how long a page-in took, once it is done. phase: of a read of the container."""
+    ) -> Read:
+        """`tell` how long a page-in took, once it is done. is_counted: it reads the container."""
+        phase = self._use.begin() if is_counted else None
         self._reads[block] = read
         read.add_done_callback(partial(self._end_read, block, phase, tell))
         return read
@@ -521,15 +522,14 @@ class Pager(Actor):
         block: int,
         phase: Phase | None,
         tell: Callable[[float], None] | None,
-        read: asyncio.Future[float],
+        read: Read,
     ) -> None:
         del self._reads[block]
         has_failed = read.cancelled() or read.exception() is not None
         if phase is not None:
             num_bytes = 0 if has_failed else round_up(self._residency.block_bytes[block])
             self._use.end(phase, num_bytes)
-        if self._fetching is not None and self._fetching.block == block:
-            self._fetching = None
+        self._fetches.ended(block)
         if has_failed:
             self._residency.fail(block)
         else:
@@ -548,7 +548,7 @@ class Pager(Actor):
     def _settle(self) -> None:
         """Something was let go or has come: keep to the budget, and let those who wait try."""
         self._divide()
-        if self._frames.fits(0) or not self._abandon_fetch():  # which ends soon: then again
+        if self._frames.fits(0) or not self._fetches.abandon():  # which ends soon: then again
             self._evict(self._residency.trim())
         while self._waiting:
             turn = self._waiting.popleft()
@@ -581,88 +581,10 @@ class Pager(Actor):
 
     def _fetch(self, message: Fetch) -> asyncio.Future[Fetched]:
         self._check_placed(message.block)
-        if not 0 < message.share <= 1:
-            raise JitllmError(f"a share of {message.share} is not in (0, 1]")
         if self._experts.has(message.block):  # no frame is without the experts
             message = replace(message, source=None)
-        if message.source is not None:
-            self._check_frame(message.block, message.source)
-        return self.context.later(self._take_turn(message), f"fetch {message.block}")
-
-    def _check_frame(self, block: int, frame: Frame) -> None:
-        num_bytes = self._residency.block_bytes[block]
-        stop = frame.offset + frame.num_bytes
-        if frame.num_bytes != num_bytes or not 0 <= frame.offset <= stop <= frame.handle.num_bytes:
-            raise JitllmError(f"no frame of block {block}, which takes {num_bytes} bytes: {frame}")
-
-    async def _take_turn(self, message: Fetch) -> Fetched:
-        """One fetch at a time: the shares that they may take of the time do not add up."""
-        async with self._fetch_turn:
-            began_s = perf_counter()
-            origin = await self._bring(message)
-            has_come = origin in ("frames", "container")
-            num_bytes = self._residency.block_bytes[message.block] if has_come else 0
-            return Fetched(num_bytes, perf_counter() - began_s, origin)
-
-    async def _bring(self, message: Fetch) -> Literal["here", "frames", "container", "none"]:
-        block = message.block
-        if (under_way := self._reads.get(block)) is not None:
-            await asyncio.wait([under_way])
-            under_way.result()
-        if not self._residency.is_placed(block):
-            return "none"  # not any more
-        if self._residency.is_resident(block):
-            return "here"
-        # Room that somebody waits for is not free.
-        if self._waiting or self._residency.fetch(block) is None:
-            return "none"
-        throttle = Throttle(message.share)
-        work = partial(self._bring_in, block, message.source, throttle)
-        read = asyncio.get_running_loop().run_in_executor(self._fetcher, work)
-        self._fetching = _Fetching(block, throttle)
-        self._watch(block, read, self._use.begin() if message.source is None else None)
-        await asyncio.wait([read])
-        try:
-            read.result()
-        except Abandoned as given_up:
-            if given_up.__cause__ is not None:
-                raise given_up.__cause__ from None
-            return "none"
-        return "container" if message.source is None else "frames"
-
-    def _bring_in(self, block: int, source: Frame | None, throttle: Throttle) -> float:
-        """Seconds of work that it took. Runs in the thread of fetches.
-
-        Whatever it fails with, who needs the block for a reply is told that it was `Abandoned`,
-        and reads it again.
-        """
-        pieces = throttle.pieces(self._residency.block_bytes[block])
-        try:
-            if source is None:
-                self._weights.read_block(block, pieces)
-            else:
-                with attach(source.handle) as address:
-                    self._weights.copy_block(block, address + source.offset, pieces)
-        except Abandoned:
-            raise
-        except Exception as error:
-            raise Abandoned from error
-        return throttle.busy_s
-
-    def _fetch_in_the_way(self, block: int) -> asyncio.Future[float] | None:
-        """The fetch that takes the room that `block` needs; it is given up, and ends soon."""
-        fetching = self._fetching
-        if fetching is None or self._frames.fits(self._residency.block_bytes[block]):
-            return None
-        self._abandon_fetch()
-        return self._reads[fetching.block]
-
-    def _abandon_fetch(self) -> bool:
-        """Whether there was a fetch to be given up."""
-        if self._fetching is None:
-            return False
-        self._fetching.throttle.abandon()
-        return True
+        self._fetches.check(message)
+        return self.context.later(self._fetches.fetch(message), f"fetch {message.block}")
 
     # ------------------------------------------------------------------------------- read ahead
 

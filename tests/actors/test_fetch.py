@@ -77,7 +77,7 @@ async def begun(pager: LocalRef, message: Message[Fetched]) -> asyncio.Task[Fetc
     task: asyncio.Task[Fetched] = asyncio.create_task(pager.ask(message))
     actor = actor_of(pager)
     async with asyncio.timeout(60):
-        while actor._fetching is None or not actor._fetching.throttle.busy_s:
+        while (fetching := actor._fetches._fetching) is None or not fetching.throttle.busy_s:
             await stats(pager)
     return task
 
@@ -90,7 +90,7 @@ async def check_nothing_is_held(pager: LocalRef) -> None:
     await stats(pager)  # after all that it was told
     actor = actor_of(pager)
     assert actor._reads == {}
-    assert actor._fetching is None
+    assert actor._fetches._fetching is None
     assert actor._leases == {}
     assert not actor._residency._pins
     assert not actor._residency._kept
@@ -302,7 +302,7 @@ async def test_a_source_that_stops_is_an_error_and_not_a_crash(container: FakeCo
             await scan(source)
             lent = await lend(source, 5)
             fetching = await begun(pager, Fetch(5, lent.frame, FOREVER))
-        actor_of(pager)._fetching.throttle.hurry()
+        actor_of(pager)._fetches._fetching.throttle.hurry()
         with pytest.raises(JitllmError, match="changed while it was copied"):
             await fetching
         with pytest.raises(JitllmError, match="no view of"):
