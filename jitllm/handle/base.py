@@ -36,7 +36,8 @@ class Settings(TypedDict, total=False):
 
     The meaning is that of `jitllm.engine.Sampling` and `Request`. stop: texts that end the reply
     and are not part of it. ignore_eos: go on after the model has ended it. id: a name for the
-    reply that `cancel` will know, of letters, digits and `._:+=-`.
+    reply that `cancel` will know, of letters, digits and `._:+=-`. cache_salt: share what prompts
+    begin with only with replies of the same one.
     """
 
     max_tokens: int | None
@@ -54,6 +55,7 @@ class Settings(TypedDict, total=False):
     ignore_eos: bool
     priority: str
     id: str
+    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Asked:
     stops: tuple[str, ...]
     ignore_eos: bool
     priority: Priority
+    cache_salt: str
 
     @classmethod
     def of(cls, settings: Settings) -> Asked:
@@ -110,6 +113,7 @@ class Asked:
             stops=_stops(given.get("stop", ())),
             ignore_eos=given.get("ignore_eos", False),
             priority=_priority(given.get("priority", Priority.NORMAL)),
+            cache_salt=given.get("cache_salt", ""),
         )
 
 

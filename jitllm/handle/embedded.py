@@ -135,6 +135,7 @@ class EmbeddedHandle(Handle):
             asked.sampling,
             frozenset() if asked.ignore_eos else frozenset(self._served.header.stop_ids),
             priority=asked.priority,
+            namespace=asked.cache_salt,
         )
 
     async def _ids(self, prompt: Prompt) -> Sequence[int]:

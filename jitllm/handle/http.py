@@ -122,6 +122,8 @@ class HttpHandle(Handle):
             "jitllm_priority": asked.priority.value,
             **_sampling(asked),
         }
+        if asked.cache_salt:
+            body["cache_salt"] = asked.cache_salt
         if asked.stops:
             body["stop"] = list(asked.stops)
         if turns is not None:

@@ -163,7 +163,7 @@ class PrefixFile:
     kind: PrefixKind = field(repr=False)
     parent: bytes
     start: int
-    tokens: tuple[int, ...] = field(repr=False)
+    tokens: array[int] = field(repr=False)
     has_end: bool
     checks: tuple[int, ...] = field(repr=False)
     data_offset: int
@@ -195,7 +195,7 @@ class PrefixFile:
 
     def piece_tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """The tokens at these positions."""
-        return self.tokens[start - self.start : stop - self.start]
+        return tuple(self.tokens[start - self.start : stop - self.start])
 
     def read(self, number: int) -> bytes:
         """Piece `number`, whole. Raises `Damaged`, `OSError`."""
@@ -309,7 +309,7 @@ def _plain(path: Path, kind: PrefixKind, header: bytes, data_offset: int) -> Pre
     stop = start + len(tokens) if makes_sense else 0
     if not makes_sense or len(tuple(kind.pieces(start, stop))) + has_end != len(checks):
         raise Damaged(path, "its header makes no sense")
-    return PrefixFile(path, kind, parent, start, tuple(tokens), has_end, checks, data_offset)
+    return PrefixFile(path, kind, parent, start, tokens, has_end, checks, data_offset)
 
 
 def _read(fd: int, offset: int, num_bytes: int, path: Path) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -84,7 +85,9 @@ class PrefixStore:
             paths = sorted(self._folder.glob(f"*{SUFFIX}"))
             for path in paths:
                 try:
-                    files.append(decode(path, self.kind))
+                    file = decode(path, self.kind)
+                    _ = file.end  # its digests take a while, and nobody waits here
+                    files.append(file)
                 except Damaged:
                     num_damaged += 1
                     path.unlink(missing_ok=True)
@@ -105,7 +108,7 @@ class PrefixStore:
             self.kind,
             draft.parent,
             draft.start,
-            draft.tokens,
+            array("i", draft.tokens),
             bool(draft.hidden),
             checks,
             len(front),

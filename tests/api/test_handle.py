@@ -108,6 +108,16 @@ async def test_a_text_starts_a_conversation(model: Handle) -> None:
     assert short.usage.prompt_tokens > (await model.complete("the in an")).usage.prompt_tokens
 
 
+async def test_replies_with_another_salt_share_nothing(model: Handle) -> None:
+    ids = list(range(20, 160))
+    cached = [
+        (await model.complete(ids, max_tokens=1, cache_salt=salt)).usage.cached_tokens
+        for salt in ("one", "one", "two", "one", "two")
+    ]
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == cached[3] == cached[4] == 128
+
+
 async def test_a_stop_string_ends_the_text(model: Handle) -> None:
     whole = await model.complete("the in an", max_tokens=12)
     stop = whole.text[3:6]

@@ -217,6 +217,27 @@ async def test_the_bound_holds_and_what_was_used_last_is_there(model: Path, tmp_
         assert usage.cached_tokens == 0
 
 
+async def test_a_real_model_with_windows_gives_the_same_bits(
+    gemma_model: Path, tmp_path: Path
+) -> None:
+    """Of 700 positions others share 688; blocks look back 512 of them, or at all."""
+    dice = random.Random(5)
+    prompt = tuple(dice.choices(range(1000, 200_000), k=700))
+    requests = [
+        Request(prompt, max_tokens=4),
+        Request((*prompt[:690], *dice.choices(range(1000, 200_000), k=30)), max_tokens=4),
+    ]
+    kept = {"kv_cache": str(tmp_path), "prefix_cache_bytes": 0, "ctx_tokens": 2048}
+    async with opened(gemma_model, share_prefixes=False, ctx_tokens=2048) as loaded:
+        expected = [await reply(loaded.engine, request) for request in requests]
+    async with opened(gemma_model, **kept) as loaded:
+        assert (await reply(loaded.engine, requests[0])).bits == expected[0].bits
+    for request, want, cached in zip(requests, expected, (700, 688), strict=True):
+        async with opened(gemma_model, page_size_tokens=128, **kept) as loaded:
+            assert (await reply(loaded.engine, request)).bits == want.bits
+            assert (await loaded.engine.stats()).prefix_totals.tokens == cached
+
+
 # --- disks that fail ------------------------------------------------------------------------------
 
 

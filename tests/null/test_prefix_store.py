@@ -72,7 +72,7 @@ def test_another_process_finds_what_one_has_stored(
     scan = store_in(tmp_path).scan()
     assert (scan.num_damaged, scan.problem) == (0, "")
     [found] = scan.files
-    assert found.tokens == draft.tokens
+    assert tuple(found.tokens) == draft.tokens
     assert (found.start, found.stop) == (start, start + count)
     assert contents(found) == contents(written) == draft.data
     assert found.has_end is bool(hidden)
@@ -119,7 +119,8 @@ def served_bytes(path: Path, draft: Draft) -> None:
         file = decode(path, KIND)
     except Damaged:
         return
-    assert (file.parent, file.start, file.tokens) == (draft.parent, draft.start, draft.tokens)
+    found = (file.parent, file.start, tuple(file.tokens))
+    assert found == (draft.parent, draft.start, draft.tokens)
     whole, size = memoryview(draft.data), KIND.position_bytes
     for number, (start, stop) in enumerate(file.pieces()):
         try:
@@ -276,9 +277,11 @@ def test_killing_a_writer_costs_what_it_was_writing(tmp_path: Path) -> None:
         child.stdout.close()
         scan = store_in(tmp_path).scan()
         assert (scan.num_damaged, scan.problem) == (0, "")
-        assert {tokens_of(seed, 300) for seed in done} <= {file.tokens for file in scan.files}
+        assert {tokens_of(seed, 300) for seed in done} <= {
+            tuple(file.tokens) for file in scan.files
+        }
         for file in scan.files:
-            assert contents(file) == draft_of(file.tokens).data
+            assert contents(file) == draft_of(tuple(file.tokens)).data
         assert not list(tmp_path.glob("*/*.part"))
 
 
