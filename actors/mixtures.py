@@ -47,23 +47,31 @@ class Mixtures:
         for stretch in stretches:
             await loop.run_in_executor(compute, self._run, stretch, passes_of)
             if stretch.block is not None:
-                await self._ask_experts(compute, stretch.block)
+                await self._ask_experts(compute, stretch, stretch.block)
 
     def _run(self, stretch: Stretch, passes_of: PassesOf) -> None:
         with closing(passes_of(stretch.begun)) as passes:
             self._program.run(stretch, passes)
 
-    async def _ask_experts(self, compute: Executor, block: int) -> None:
+    async def _ask_experts(self, compute: Executor, stretch: Stretch, block: int) -> None:
         loop = asyncio.get_running_loop()
         left = self._program.needed()
-        while left:
-            lease = await self._weights.acquire_experts(block, left)
-            if isinstance(lease, Unreadable):
-                lease.error.rows = self._program.rows_of(lease.expert)
-                raise lease.error
-            ask = partial(self._program.ask, block, lease.experts, lease.places)
+        coming = self._weights.acquire_experts(block, left)
+        if stretch.beside:
+            beside = loop.run_in_executor(compute, self._program.run_beside, stretch)
+            found, _ = await asyncio.gather(coming, beside)
+        else:
+            found = await coming
+        while True:
+            if isinstance(found, Unreadable):
+                found.error.rows = self._program.rows_of(found.expert)
+                raise found.error
+            ask = partial(self._program.ask, block, found.experts, found.places)
             try:
                 await loop.run_in_executor(compute, ask)
             finally:
-                await self._weights.release_experts(lease)
-            left = tuple(expert for expert in left if expert not in lease.experts)
+                await self._weights.release_experts(found)
+            left = tuple(expert for expert in left if expert not in found.experts)
+            if not left:
+                return
+            found = await self._weights.acquire_experts(block, left)

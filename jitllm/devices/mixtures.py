@@ -1,8 +1,9 @@
 """Blocks of a program whose experts are not there before a step has chosen among them.
 
-Such a block is computed in three parts: up to the choice, what the chosen experts say, and the
-rest. The second one may be run several times, each time with some of the experts: a pair of a token
-and an expert has rows of its own, and what is written elsewhere meanwhile is written again.
+Such a block is computed in four parts: up to the choice; what needs no chosen expert, as shared
+ones do not; what the chosen experts say; and the rest. The third one may be run several times, each
+time with some of the experts: a pair of a token and an expert has rows of its own, and what is
+written elsewhere meanwhile is written again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jitllm.kernels.dispatch import HEAD_BYTES, RECORD_BYTES
+from jitllm.kernels.dispatch import HEAD_BYTES, RECORD_BYTES, Dispatch
 from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.expert_matmul.cpu import addresses
 from jitllm.kernels.op import Const, Op
@@ -24,12 +25,13 @@ _HEAD, _RECORD = HEAD_BYTES // 4, RECORD_BYTES // 4  # in words
 
 
 def parts(ops: Sequence[Op]) -> list[Sequence[Op]]:
-    """A block of a mixture in its three parts; any other in one."""
+    """A block of a mixture in its four parts, the second one maybe empty; any other in one."""
     chosen = [index for index, op in enumerate(ops) if isinstance(op, ExpertMatMul)]
     if not chosen:
         return [ops]
+    known = next(index for index, op in enumerate(ops) if isinstance(op, Dispatch)) + 1
     first, stop = chosen[0], chosen[-1] + 1
-    return [ops[:first], ops[first:stop], ops[stop:]]
+    return [ops[:known], ops[known:first], ops[first:stop], ops[stop:]]
 
 
 def _first(ops: Sequence[Op]) -> ExpertMatMul | None:
@@ -39,12 +41,13 @@ def _first(ops: Sequence[Op]) -> ExpertMatMul | None:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Sections of a program that are run together; then come the chosen experts of `block`, if that
-    is not None. begun: blocks that begin there."""
+    """Sections of a program that are run together. begun: blocks that begin there. block: whose
+    experts are asked then, if it is not None; beside: what can be run while they come."""
 
     sections: range
     begun: range
     block: int | None
+    beside: range = range(0)
 
 
 class MixtureProgram:
@@ -56,9 +59,10 @@ class MixtureProgram:
         found = {block: product for block, ops in enumerate(blocks) if (product := _first(ops))}
         # Blocks have their tables in the same memory, one after the other.
         ((self._table, self._used),) = {(op.table, op.used) for op in found.values()}
-        self._sections = {block: program.blocks[block].start + 1 for block in found}
+        self._sections = {block: program.blocks[block].start + 2 for block in found}
         self._starts = [sections.start for sections in program.blocks]
         self._blocks = {section: block for block, section in self._sections.items()}
+        self._has_beside = {block: bool(parts(blocks[block])[1]) for block in found}
         self._addresses = {block: self._tables(blocks[block]) for block in found}
         self._panels: dict[int, list[list[int]]] = {}
 
@@ -78,17 +82,23 @@ class MixtureProgram:
             first = sections.start
             for section in sections:
                 if (block := self._blocks.get(section)) is not None:
-                    yield self._stretch(first, section, block)
+                    beside = range(section - 1, section) if self._has_beside[block] else range(0)
+                    begun = self._begun(first, section)
+                    yield Stretch(range(first, section - 1), begun, block, beside)
                     first = section + 1
-            yield self._stretch(first, sections.stop, None)
+            yield Stretch(range(first, sections.stop), self._begun(first, sections.stop), None)
 
-    def _stretch(self, first: int, stop: int, block: int | None) -> Stretch:
-        begun = range(bisect_left(self._starts, first), bisect_left(self._starts, stop))
-        return Stretch(range(first, stop), begun, block)
+    def _begun(self, first: int, stop: int) -> range:
+        """The blocks whose first section is one of these."""
+        return range(bisect_left(self._starts, first), bisect_left(self._starts, stop))
 
     def run(self, stretch: Stretch, passes: Iterable[Pass]) -> None:
         """One native call without passes; these are of blocks that begin there."""
         self._program.run_sections(stretch.sections, passes)
+
+    def run_beside(self, stretch: Stretch) -> None:
+        """What needs no chosen expert of the stretch's block."""
+        self._program.run_sections(stretch.beside)
 
     def needed(self) -> tuple[int, ...]:
         """The experts that were chosen in the block that was computed last, each of them once."""
