@@ -124,9 +124,12 @@ def first_placement(
     """Where everything begins, and what was asked for in vain."""
     context = context_tokens_of(config, graph)
     history = History(graph.kv, config.kv_type)
+    sizes: Sequence[int] = header.frame_bytes
+    if experts_used_of(config, graph, header) and not any(one.device.is_gpu for one in chosen):
+        sizes = [extent.length for extent in header.blocks]  # a GPU would have the experts too
     costs = [
         BlockCost(num_bytes, history.num_bytes((block,), context))
-        for block, num_bytes in enumerate(header.frame_bytes)
+        for block, num_bytes in enumerate(sizes)
     ]
     rooms = [_room(one, config, header, graph, limits) for one in chosen]
     names = [one.name for one in chosen]

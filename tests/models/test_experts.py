@@ -229,6 +229,18 @@ async def test_experts_are_apart_where_the_model_does_not_fit(
         assert pages.fits == (maxmem == "fits")
 
 
+@pytest.mark.parametrize(("choice", "is_declined"), [("apart", False), ("blocks", True)])
+async def test_blocks_without_experts_are_placed_by_what_they_take(
+    choice: Any, is_declined: bool, tiny_model: TinyModel
+) -> None:
+    path = tiny_model("olmoe")
+    with Container.open(path) as container:
+        dense_bytes = container.header.dense.length
+    maxmem_bytes = dense_bytes + Sizes.of(path).own_bytes * 4 // 3
+    async with opened(path, experts=choice, maxmem_bytes=maxmem_bytes, ctx_tokens=16) as loaded:
+        assert bool((await loaded.engine.stats()).declines) == is_declined
+
+
 # --- what is read -----------------------------------------------------------------------------
 
 
