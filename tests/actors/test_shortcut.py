@@ -109,6 +109,24 @@ async def test_parts_of_a_thread_come_in_order_with_other_frames_between(
         await talk
 
 
+async def test_parts_of_a_thread_need_no_turn_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+    send = transport._Writer.send
+
+    def watched(writer: transport._Writer, data: bytes) -> None:
+        threads.append(threading.current_thread())
+        send(writer, data)
+
+    monkeypatch.setattr(transport._Writer, "send", watched)
+    async with counting() as (asking, counter):
+        async for _ in asking.follow(Count(10, 0.002)):
+            pass
+        assert set(threads) == set(counter.threads)
+        assert len(threads) > NUM_PARTS / 2  # all but those before it was known who follows
+
+
 async def test_a_thread_goes_on_when_who_followed_has_left() -> None:
     async with counting() as (asking, counter):
         following = asking.follow(Count(100, 0.001))
