@@ -42,6 +42,21 @@ def test_a_budget_costs_pages_and_changes_nothing(jitllm: Jitllm, model: Path) -
     assert tight["pages"]["page_ins_per_token"] == info["blocks"] - 1 / num_steps
 
 
+def test_keys_and_values_beyond_a_budget_are_said_and_change_nothing(
+    jitllm: Jitllm, model: Path, tmp_path: Path
+) -> None:
+    asked = (model, "-n", "100", "-page-size", "16", "-ignore-eos", "Hello there")
+    budget = ("-kv-budget", "100K", "-kv-cache", tmp_path, "-kv-cache-max", "0")
+    free = jitllm("run", *asked, "-json").json
+    tight = jitllm("run", *asked, *budget, "-json")
+    spill = tight.json["kv_spill"]
+    assert tight.json["ids"] == free["ids"]
+    assert free["kv_spill"] == {"num_bytes": 0, "bytes_read": 0, "bytes_written": 0}
+    assert spill["bytes_read"] > spill["bytes_written"] >= spill["num_bytes"] > 0
+    [line] = [line for line in tight.err.splitlines() if line.startswith("keys ")]
+    assert line.endswith(" written")
+
+
 def test_a_prompt_is_computed_once_whatever_becomes_of_the_process(
     model: Path, tmp_path: Path
 ) -> None:
