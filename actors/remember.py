@@ -35,7 +35,7 @@ from actors.messages import Pack, Parcel, Piece, Restore
 from actors.park import packed
 from actors.route import Route
 from jitllm.engine import PrefixTotals
-from jitllm.errors import JitllmError
+from jitllm.errors import JitllmError, OutOfPages
 from jitllm.log import logger
 from jitllm.memory.prefix import extend
 from jitllm.memory.prefix_file import (
@@ -192,7 +192,9 @@ class PrefixCache:
                     await self._deliver(sequence, job, data)
                 except Stopped:
                     raise
-                except JitllmError as error:  # no room say; then its steps say so too
+                except OutOfPages:  # its steps say so too
+                    break
+                except JitllmError as error:
                     self._count(failures=1)
                     self._warn(str(error))
                     break

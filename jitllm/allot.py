@@ -215,11 +215,14 @@ def prefix_folder(
     """
     if config.prefix_cache_bytes is None or config.kv_cache is None or not config.share_prefixes:
         return None
-    known = (
-        *(emitters_fingerprint(), header.arch, sorted(header.config.items()), graph.kv),
-        *(config.kv_type, any(one.device.is_gpu for one in chosen)),
-        [(name, extent.length, extent.xxh3) for name, extent in header.extents()],
-    )
+    kernels = [emitters_fingerprint()]
+    if any(one.device.is_gpu for one in chosen):
+        from jitllm.jit.slang import sources_fingerprint
+
+        ops = {type(op).__module__.rsplit(".", 1)[1] for op in graph.ops()}
+        kernels += map(sources_fingerprint, sorted(ops))
+    weights = [(name, extent.length, extent.xxh3) for name, extent in header.extents()]
+    known = (kernels, weights, graph.embed, graph.tables, graph.blocks, config.kv_type)
     identity = blake2b(repr(known).encode(), digest_size=16).digest()
     history = History(graph.kv, config.kv_type)
     kv_bytes = tuple(history.num_bytes((block,), 1) for block in range(graph.num_blocks))
