@@ -21,7 +21,10 @@ NUM_RUNS = 5
 @pytest.mark.bench
 @pytest.mark.timeout(600)
 def test_a_prompt_of_an_earlier_process(gemma_model: Path, tmp_path: Path) -> None:
-    """At most a twentieth of what it took, or one and a half times what a plain read takes."""
+    """At most a twentieth of what it took, or one and a half times what a plain read takes.
+
+    The best of each counts: whatever else the machine does only adds to it.
+    """
     cold, warm, part, raw = [], [], [], []
     for number in range(1 + NUM_RUNS):
         folder = tmp_path / str(number)
@@ -40,11 +43,9 @@ def test_a_prompt_of_an_earlier_process(gemma_model: Path, tmp_path: Path) -> No
     for name, seconds in (("cold", cold), ("all there", warm), ("three quarters there", part)):
         print(f"\n{name}: median {median(seconds) * 1e3:.1f} ms of {milliseconds(seconds)}", end="")
     print(f"\nplain read of {again['stored_bytes'] / 2**20:.1f} MiB: {milliseconds(raw)} ms")
-    print(
-        f"all there / cold {median(warm) / median(cold):.3f}, "
-        f"/ plain read {median(warm) / median(raw):.2f}"
-    )
-    assert median(warm) <= max(0.05 * median(cold), 1.5 * median(raw))
+    best, without, read = min(warm), min(cold), min(raw)
+    print(f"the best: all there / cold {best / without:.3f}, / plain read {best / read:.2f}")
+    assert best <= max(0.05 * without, 1.5 * read)
 
 
 def first_token(
