@@ -233,6 +233,8 @@ _COUNTERS = (
     ("jitllm_preempt_park_seconds", "Time that parks took", _Read("park_totals.park_s")),
     ("jitllm_preempt_resume_seconds", "The same of resumes", _Read("park_totals.resume_s")),
     ("jitllm_prefix_hits", "Prompts begun from disk", _Read("prefix_totals.hits")),
+    ("jitllm_prefix_whole", "Of these, with all of it there", _Read("prefix_totals.whole")),
+    ("jitllm_prefix_restore_seconds", "Time to fill in", _Read("prefix_totals.restore_s")),
     ("jitllm_prefix_misses", "Prompts that were not", _Read("prefix_totals.misses")),
     ("jitllm_prefix_tokens", "Positions from disk", _Read("prefix_totals.tokens")),
     ("jitllm_prefix_files", "Files of prefixes written", _Read("prefix_totals.files")),
