@@ -49,6 +49,7 @@ SHAPE: Parameters = {
     "softcap": 0.0,
     "q_stride": 4096,
     "dst_stride": 4096,
+    "carry_stride": 128,
     "x_stride": 4096,
     "k_stride": 1024,
     "v_stride": 1024,
