@@ -32,6 +32,9 @@ PAGE_BYTES = 4096
 """What a span is given back in, and what direct reads align to."""
 HUGE_PAGE_BYTES = 2 << 20
 
+_SHARED_START = HUGE_PAGE_BYTES
+"""Where in its file a shared span begins."""
+
 POISON_VARIABLE = "JITLLM_POISON"
 POISON = 0xFF
 """Each byte of memory that was released: NaN as f16, f32 and bf16, so also as the scale of a group
@@ -39,7 +42,8 @@ of weights. Attention leaves out keys that no row sees by selection, never by a 
 NaN in what is still to be written of a page does no harm."""
 
 _MAP_NORESERVE = 0x4000  # Linux, the same on x86 and Arm; the mmap module has no name for it
-_MADV = {"release": 4, "huge": 14, "small": 15}  # MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE
+# MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_COLLAPSE
+_MADV = {"release": 4, "huge": 14, "small": 15, "collapse": 25}
 
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
@@ -48,6 +52,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_PROT_NONE, _MAP_FIXED = 0, 0x10
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -119,11 +125,11 @@ def attach(handle: Handle) -> Iterator[int]:
         with _own_view(handle):
             yield handle.address
         return
-    address, num_bytes = _map_foreign(handle), max(round_up(handle.num_bytes), PAGE_BYTES)
+    mapped, address, num_bytes = _map_foreign(handle)
     try:
         yield address
     finally:
-        _libc.munmap(address, num_bytes)
+        _libc.munmap(mapped, num_bytes)
 
 
 def holds(handle: Handle) -> bool:
@@ -145,7 +151,8 @@ def _own_view(handle: Handle) -> memoryview:
     raise JitllmError(f"no view of {format_size(handle.num_bytes)}: they were given back")
 
 
-def _map_foreign(handle: Handle) -> int:
+def _map_foreign(handle: Handle) -> tuple[int, int, int]:
+    """Start of a mapping, address of the span in it, and bytes of the mapping."""
     problem = f"no view of {format_size(handle.num_bytes)} of process {handle.pid}"
     if handle.fd < 0:
         raise JitllmError(f"{problem}: they are private")
@@ -155,12 +162,18 @@ def _map_foreign(handle: Handle) -> int:
         raise JitllmError(f"{problem}: {error.strerror}", "is it on this node?") from error
     try:
         length = max(round_up(handle.num_bytes), PAGE_BYTES)
-        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        # A huge page of the file is one here where both begin at a multiple of its size.
+        total = length + HUGE_PAGE_BYTES
+        mapped = _libc.mmap(None, total, _PROT_NONE, _NOTHING, -1, 0)
+        address = mapped
+        if mapped != _MAP_FAILED:
+            start, flags = mapped + -mapped % HUGE_PAGE_BYTES, mmap.MAP_SHARED | _MAP_FIXED
+            address = _libc.mmap(start, length, mmap.PROT_READ, flags, fd, _SHARED_START)
     finally:
         os.close(fd)
     if address == _MAP_FAILED:
         raise JitllmError(f"{problem}: {os.strerror(ctypes.get_errno())}")
-    return int(address)
+    return int(mapped), int(address), total
 
 
 class Span:
@@ -203,6 +216,10 @@ class Span:
         if start < stop:
             self._advise("huge", start, stop - start)
 
+    def settle(self) -> None:
+        """All of it was written, and stays for long: have it in the huge pages that were asked for,
+        if the system gives them to memory of this kind only when told."""
+
     def view(self, offset: int = 0, num_bytes: int | None = None) -> memoryview:
         """The writable bytes `[offset, offset + num_bytes)`; by default up to the end."""
         stop = self.num_bytes if num_bytes is None else offset + num_bytes
@@ -242,7 +259,7 @@ class Span:
         if num_bytes and _libc.madvise(self.address + offset, num_bytes, _MADV[what]):
             code = ctypes.get_errno()
             # Without transparent huge pages in the kernel, advice about them means nothing.
-            if what == "release" or code != errno.EINVAL:
+            if what != "collapse" and (what == "release" or code != errno.EINVAL):
                 raise OSError(code, f"madvise: {os.strerror(code)}")
 
     def _check(self, offset: int, num_bytes: int) -> None:
@@ -266,15 +283,24 @@ class Span:
 class SharedSpan(Span):
     """A span of a file without a name (memfd), which lives while a process maps it.
 
-    Whether it gets huge pages is the system's setting (`shmem_enabled`).
+    Whether it gets huge pages when it is written is the system's setting (`shmem_enabled`), which
+    is mostly that it does not; `settle` is about what was written. It begins at _SHARED_START in
+    the file.
     """
 
     def _reserve(self) -> tuple[mmap.mmap, int]:
         self._fd = os.memfd_create("jitllm", os.MFD_CLOEXEC)
         try:
             length = max(round_up(self.num_bytes), PAGE_BYTES)
-            os.ftruncate(self._fd, length)
-            return mmap.mmap(self._fd, length, flags=mmap.MAP_SHARED | _MAP_NORESERVE), 0
+            os.ftruncate(self._fd, _SHARED_START + length + HUGE_PAGE_BYTES)
+            # Where the system puts a mapping is known once it is there; one of the same size is put
+            # in the same place, mostly, and then can begin where in the file it has to.
+            mapped, flags = length + HUGE_PAGE_BYTES, mmap.MAP_SHARED | _MAP_NORESERVE
+            first = mmap.mmap(self._fd, mapped, flags=flags)
+            skipped = -_start_of(first) % HUGE_PAGE_BYTES
+            first.close()
+            start = _SHARED_START - skipped
+            return mmap.mmap(self._fd, mapped, flags=flags, offset=start), skipped
         except BaseException:
             os.close(self._fd)
             raise
@@ -283,10 +309,18 @@ class SharedSpan(Span):
         """What names the span elsewhere."""
         return Handle(os.getpid(), self.address, self.num_bytes, self._fd)
 
+    def settle(self) -> None:
+        """See `Span.settle`. Not everywhere possible, and of no consequence but for speed."""
+        start = -self.address % HUGE_PAGE_BYTES
+        stop = (start + self.num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if not start and stop:
+            self._advise("collapse", 0, stop)
+
     def _give_back(self, offset: int, num_bytes: int) -> None:
         # Nobody who attached sees the bytes any more.
         self._check(offset, num_bytes)
-        if num_bytes and _libc.fallocate(self._fd, _PUNCH_HOLE, offset, round_up(num_bytes)):
+        start = _SHARED_START + offset
+        if num_bytes and _libc.fallocate(self._fd, _PUNCH_HOLE, start, round_up(num_bytes)):
             code = ctypes.get_errno()
             raise OSError(code, f"fallocate: {os.strerror(code)}")
 

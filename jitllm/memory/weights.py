@@ -88,6 +88,7 @@ class Weights:
         """Bring the dense region in. Raises `PageError`; it has no memory then."""
         try:
             self.reader.read_extent(self._dense, self._dense_span.view())
+            self._dense_span.settle()
         except BaseException:
             self.release_dense()
             raise

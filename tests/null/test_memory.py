@@ -188,6 +188,38 @@ def test_another_process_sees_what_is_written_and_what_is_given_back() -> None:
         assert child.returncode == 0
 
 
+_FAR_READER = """
+import ctypes, sys
+from jitllm.devices.memory import Handle, attach
+pid, address, num_bytes, fd = map(int, sys.argv[1:])
+with attach(Handle(pid, address, num_bytes, fd)) as start:
+    print(*(ctypes.string_at(start + at, 1)[0] for at in range(0, num_bytes, 4096)))
+    lines = [line.split() for line in open("/proc/self/smaps") if line.startswith("ShmemPmdMapped")]
+    print(sum(int(line[1]) for line in lines) << 10)
+"""
+
+
+def test_what_settles_keeps_its_bytes_in_huge_pages_here_and_elsewhere() -> None:
+    num_bytes = 5 * MIB
+    written = bytes(at // PAGE_BYTES % 251 for at in range(0, num_bytes, PAGE_BYTES))
+    with SharedMemory().reserve(num_bytes) as span:
+        for page, byte in enumerate(written):
+            span.view(page * PAGE_BYTES, PAGE_BYTES)[:] = bytes([byte]) * PAGE_BYTES
+        span.settle()
+        handle = span.handle()
+        assert ctypes.string_at(span.address, num_bytes)[::PAGE_BYTES] == written
+        numbers = (handle.pid, handle.address, handle.num_bytes, handle.fd)
+        command = [sys.executable, "-c", _FAR_READER, *map(str, numbers)]
+        seen, huge = subprocess.check_output(command, text=True).splitlines()
+        assert bytes(map(int, seen.split())) == written
+        before = os.fstat(handle.fd).st_blocks * 512
+        span.release(0, num_bytes)
+        assert os.fstat(handle.fd).st_blocks * 512 <= before - num_bytes
+    if not int(huge):
+        pytest.skip("this system collapses no shared memory into huge pages (Linux 6.1)")
+    assert int(huge) == 2 * HUGE_PAGE_BYTES
+
+
 def test_in_its_own_process_a_handle_is_the_address(memory: Memory) -> None:
     with memory.reserve(PAGE_BYTES) as span, attach(span.handle()) as address:
         assert address == span.address
