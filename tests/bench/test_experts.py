@@ -25,8 +25,8 @@ from jitllm.engine import Request
 from jitllm.formats.jlm import Container
 from jitllm.units import format_rate, format_size
 from tests.bench.groups import Group, memory_group
-from tests.bench.larger import VOCAB, Shape, write_models
 from tests.bench.paired import Ratio, compare
+from tests.bench.random_gguf import Shape, write_models
 from tests.models.served import _MAIN, ROOT, read_bytes
 
 SCALE = float(os.environ.get("JITLLM_BENCH_SCALE", "1"))
@@ -83,7 +83,7 @@ async def decode(
             began_s = perf_counter()
             # Random tokens, as the peer's benchmark has them: replies of random weights repeat
             # themselves, and so would their experts.
-            tokens = tuple(dice.randrange(5, VOCAB) for _ in range(num))
+            tokens = tuple(dice.randrange(5, MIXTURE.vocab) for _ in range(num))
             request = Request(tokens, max_tokens=1, chunk_tokens=1)
             async for delta in loaded.engine.generate(request):
                 assert delta.error is None, delta.error
