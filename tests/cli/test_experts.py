@@ -60,7 +60,8 @@ def test_a_way_of_paging_that_there_is_not_is_refused(jitllm: Jitllm, model: Pat
 def test_a_server_says_the_same(model: Path, tmp_path: Path) -> None:
     flags = ("-load", model, "-id", "tiny", "-maxmem", "1M", "-experts", "apart")
     with running(tmp_path, *flags) as server:
-        body = json.dumps({"model": "tiny", "prompt": "Hello", "max_tokens": NUM_TOKENS}).encode()
+        asked = {"model": "tiny", "prompt": "Hello", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        body = json.dumps(asked).encode()
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
         urllib.request.urlopen(request).read()
