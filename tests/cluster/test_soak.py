@@ -53,5 +53,6 @@ async def test_every_reply_is_what_it_is_in_peace_and_everything_is_given_back(
         await soaked(loaded.engine, expected)
         for actor, after in held().items():
             assert after[:2] == before[actor][:2], actor
-            # A pager and its device first speak that way round when leases are wanted back.
-            assert after.sockets <= before[actor].sockets + 2, actor
+            # A pager and its device first speak that way round when leases are wanted back; who
+            # is called holds two descriptors of the socket.
+            assert after.sockets <= before[actor].sockets + 3, actor
