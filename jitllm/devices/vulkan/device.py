@@ -53,8 +53,9 @@ class Queue:
         )
 
     @contextmanager
-    def recording(self, *, once: bool = False) -> Iterator[Any]:
-        """Commands for this queue, recorded within the `with`. once: submitted one time only."""
+    def recording(self, *, once: bool = False, overlaps: bool = False) -> Iterator[Any]:
+        """Commands for this queue, recorded within the `with`. once: submitted one time only.
+        overlaps: submitted again before they are done."""
         vulkan = self._api
         info = vulkan.struct(
             "VkCommandBufferAllocateInfo",
@@ -64,8 +65,10 @@ class Queue:
         )
         handle = self._device.handle
         commands = vulkan.make("vkAllocateCommandBuffers", "VkCommandBuffer", handle, info)
-        flag = vulkan.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT if once else 0
-        begin = vulkan.struct("VkCommandBufferBeginInfo", flags=flag)
+        flags = vulkan.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT if once else 0
+        if overlaps:
+            flags |= vulkan.VK_COMMAND_BUFFER_USAGE_SIMULTANEOUS_USE_BIT
+        begin = vulkan.struct("VkCommandBufferBeginInfo", flags=flags)
         vulkan.call("vkBeginCommandBuffer", commands, begin)
         yield commands
         vulkan.call("vkEndCommandBuffer", commands)

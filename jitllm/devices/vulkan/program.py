@@ -314,7 +314,7 @@ class VulkanProgram:
         key = first, last, bucket
         if key not in self._recorded:
             is_pass = last == first + 1 and first in self._attention
-            with self._device.compute.recording() as commands:
+            with self._device.compute.recording(overlaps=is_pass) as commands:
                 for ops in self._sections[first:last]:
                     launches = self._launches(ops, bucket, is_pass=is_pass)
                     self._pipelines.record(commands, self.step.address, launches)
