@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -33,16 +33,25 @@ class TimedScheduler(Scheduler):
     def __init__(self, *arguments: object, **choices: object) -> None:
         super().__init__(*arguments, **choices)  # type: ignore[arg-type]
         self.own_s: list[float] = []
-        self._asked_s = 0.0
+        self._asked_s = self._came_s = 0.0
         name, site = next(iter(self._route.sites.items()))
-        self._ask = site.device.ask
+        self._ask, self._follow = site.device.ask, site.device.follow
         self._route.sites[name] = Site(self, site.pager)  # type: ignore[arg-type]
 
     async def ask(self, message: object) -> object:
         """In place of the device: what is before and after a step's call is our own time."""
         if isinstance(message, Step):
             self.own_s[-1] += perf_counter() - self._asked_s
-        return await self._ask(message)  # type: ignore[arg-type]
+        reply: object = await self._ask(message)  # type: ignore[arg-type]
+        self._came_s = perf_counter()
+        return reply
+
+    async def follow(self, message: object) -> AsyncIterator[object]:
+        """The same for steps that are answered in parts."""
+        self.own_s[-1] += perf_counter() - self._asked_s
+        async for part in self._follow(message):  # type: ignore[arg-type, var-annotated]
+            self._came_s = perf_counter()
+            yield part
 
     def _plan(self) -> tuple[Span, ...]:
         self._asked_s = perf_counter()
@@ -53,7 +62,7 @@ class TimedScheduler(Scheduler):
         self, spans: Iterable[Span], done: StepDone, now_s: float
     ) -> list[tuple[object, Delta]]:
         ended = super()._apply(spans, done, now_s)
-        self.own_s[-1] += perf_counter() - now_s
+        self.own_s[-1] += perf_counter() - self._came_s
         return ended  # type: ignore[return-value]
 
 
