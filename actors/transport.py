@@ -432,15 +432,17 @@ class Session:
         data = b"".join(frame for question in changed for frame in self._frames(question))
         if data:
             self._send_back(data)
-        if self._send_now is not None:
+        if (send := self._send_now) is not None:
             for question in changed:
                 if question in self._followed:
-                    self._followed[question][1].shortcut(partial(self._carry, question))
+                    self._followed[question][1].shortcut(partial(self._carry, send, question))
 
-    def _carry(self, question: int, part: object) -> None:
+    def _carry(self, send: Callable[[bytes], None], question: int, part: object) -> None:
         """In the thread that sends a part: at once, without this loop."""
-        if self._send_now is not None:
-            self._send_now(pack(Kind.PART, question, self._carrier.dump(part)))
+        send(self._part(question, part))
+
+    def _part(self, question: int, part: object) -> bytes:
+        return pack(Kind.PART, question, self._carrier.dump(part))
 
     def _frames(self, question: int) -> Iterator[bytes]:
         """The parts of one reply that wait, and its end."""
@@ -449,7 +451,7 @@ class Session:
         letter, parts = self._followed[question]
         try:
             for part in parts.take():
-                yield pack(Kind.PART, question, self._carrier.dump(part))
+                yield self._part(question, part)
         except Exception as untold:
             del self._followed[question]
             self._ref.lose(letter, parts)
