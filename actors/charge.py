@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from actors.actor import Ref
 from actors.mailbox import Stopped
-from actors.messages import Reserve
+from actors.messages.pager import Reserve
 from actors.route import Route
 
 

@@ -14,15 +14,13 @@ from typing import TypeVar
 
 from actors.actor import Message, Ref
 from actors.mailbox import Lost, Stopped
-from actors.messages import (
+from actors.messages.device import DeviceStats, DeviceStatsRequest, Shrink
+from actors.messages.pager import PagerStats, PagerStatsRequest
+from actors.messages.scheduler import (
     Arrange,
     Arranged,
-    DeviceStats,
-    DeviceStatsRequest,
     Drain,
     Move,
-    PagerStats,
-    PagerStatsRequest,
     Park,
     Rebudget,
     Resume,
@@ -30,7 +28,6 @@ from actors.messages import (
     SchedulerStatsRequest,
     Sessions,
     SessionsRequest,
-    Shrink,
     Submit,
 )
 from actors.route import Site

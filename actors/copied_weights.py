@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 from actors.actor import Ref
-from actors.messages import (
+from actors.messages.device import Brought, DeviceMemory
+from actors.messages.pager import (
     Acquire,
-    Brought,
-    DeviceMemory,
     Forget,
     Frame,
     Lease,

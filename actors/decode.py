@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from struct import Struct
 
-from actors.messages import Outcome
-from jitllm.devices.runner import Runner, SeatMemory
-from jitllm.engine import MAX_TOP_LOGPROBS, Sampling, TopLogprobs
+from actors.messages.device import Outcome
+from actors.seats import Seat
+from jitllm.devices.runner import Runner
+from jitllm.engine import MAX_TOP_LOGPROBS, TopLogprobs
 from jitllm.kernels.sample import PAIR_BYTES, RECORD_BYTES, Field, Sampled, move_on, unpack_top
 from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 
@@ -22,40 +23,6 @@ TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 """Room for the likeliest tokens of one output."""
 
 _I32 = Struct("<i")
-
-
-@dataclass(slots=True)
-class Seat:
-    """What the device keeps of a sequence: its history for penalties, and the room promised.
-
-    memory: its ids and biases as the kernel reads them. num_published: page sets
-    that others may share, and digest: the name of the last of them. shares: whether it takes part.
-    namespace: what those names begin with.
-    """
-
-    sampling: Sampling
-    logprobs: bool
-    top_logprobs: int
-    memory: SeatMemory
-    max_tokens: int
-    promised_tokens: int
-    shares: bool
-    num_published: int
-    digest: bytes
-    stop_ids: frozenset[int]
-    namespace: bytes
-
-    def num_top(self, span: Span) -> int:
-        """Likeliest tokens to name at each output of a span."""
-        has_logprobs = self.logprobs or span.outputs is SpanOutputs.ALL
-        return self.top_logprobs if has_logprobs else 0
-
-    def history(self, position: int) -> tuple[int, int]:
-        """Address and number of the ids up to a position that penalties are for."""
-        window = position + 1
-        if self.sampling.repeat_last_n >= 0:
-            window = min(self.sampling.repeat_last_n, window)
-        return self.memory.history_at(position + 1 - window), window
 
 
 def results(spans: Sequence[Span], outcome: Outcome) -> tuple[SpanResult, ...]:
@@ -129,15 +96,20 @@ class Decode:
         is_short: bool,
     ) -> None:
         self._runner = runner
-        self._spans: Sequence[Span] | None = spans  # of the first step, while it is the last one
         self._seats = seats
         self._num_left = num_left
         self._describe = describe
         self._is_short = is_short
+        self._first: Sequence[Span] | None = spans  # while it is the last one that was run
+        self._go_by(spans)
+
+    def _go_by(self, spans: Sequence[Span]) -> None:
+        """Where what belongs to each sequence is in the step that was written last."""
         self._sequences = [span.sequence for span in spans]
-        self._positions = [span.stop - 1 for span in spans]
         self._starts = [span.start for span in spans]
-        self._num_outputs, self._num_tops = _counts(spans, seats)
+        self._positions = [span.stop - 1 for span in spans]
+        self._outputs = [stop - 1 for stop in accumulate(span.num_outputs for span in spans)]
+        self._num_outputs, self._num_tops = _counts(spans, self._seats)
 
     def outcome(self) -> Outcome:
         """A copy of what the step gave that was run."""
@@ -163,28 +135,21 @@ class Decode:
         if any(token in seat.stop_ids for token, seat in zip(tokens, self._seats, strict=True)):
             return False
         self._num_left -= 1
-        self._positions = self._starts = [position + 1 for position in self._positions]
-        if self._spans is not None:
-            pairs = zip(self._spans, tokens, strict=True)
-            self._describe(tuple(span.next(token) for span, token in pairs))
-            self._spans = None
-            self._num_outputs = len(tokens)
-            self._num_tops = min(self._num_tops, len(tokens))
+        if self._first is not None:
+            pairs = zip(self._first, tokens, strict=True)
+            spans = tuple(span.next(token) for span, token in pairs)
+            self._describe(spans)
+            self._go_by(spans)
+            self._first = None
         else:
+            self._positions = self._starts = [position + 1 for position in self._positions]
             self._write(tokens)
         return True
 
-    def _tokens(self, records: bytes | memoryview) -> list[int]:
+    def _tokens(self, records: bytes) -> list[int]:
         """The id that was drawn for each sequence: that of its last output."""
-        output = -1
-        tokens: list[int] = []
-        counts = [1] * len(self._seats)
-        if self._spans is not None:
-            counts = [span.num_outputs for span in self._spans]
-        for count in counts:
-            output += count
-            tokens += _I32.unpack_from(records, RECORD_BYTES * output + Field.TOKEN)
-        return tokens
+        starts = (RECORD_BYTES * output + Field.TOKEN for output in self._outputs)
+        return [_I32.unpack_from(records, start)[0] for start in starts]
 
     def _write(self, tokens: list[int]) -> None:
         """Row i is token i and output i, as it was in the step before."""

@@ -1,29 +1,27 @@
 """A device: KV pages, scratch and compiled programs of one model's blocks.
 
 What computes is its runner (`jitllm.devices.runner`), a CPU or a GPU; how weights get there is its
-supply's to say (`actors.supply`). Knows spans, pages, and which blocks are its own. Decides nothing
-about who runs, and where blocks are.
+supply's to say (`actors.supply`). Here is what its messages come to: who has a seat
+(`actors.seats`), what its thread computes (`actors.compute`), which history leaves and comes
+(`actors.parcels`). Knows which blocks are its own. Decides nothing about who runs, and where blocks
+are.
 """
 
 from __future__ import annotations
 
-import asyncio
 import mmap
-from array import array
-from collections import Counter
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from ctypes import c_char_p, c_void_p, cast, string_at
-from dataclasses import dataclass, replace
-from functools import partial
-from time import perf_counter
+from collections.abc import Awaitable
+from contextlib import ExitStack
+from ctypes import string_at
+from dataclasses import dataclass
 from typing import TypeVar, assert_never
 
 from actors.actor import Actor
-from actors.decode import Decode, Seat, outcome_of, results
+from actors.compute import Compute
+from actors.decode import Decode, outcome_of, results
+from actors.describe import describe
 from actors.mailbox import Lost
-from actors.messages import (
+from actors.messages.device import (
     Abandon,
     Adopt,
     Bring,
@@ -44,14 +42,11 @@ from actors.messages import (
     Own,
     Pack,
     Parcel,
-    Piece,
     Prepare,
     Recall,
     Refused,
-    Reserved,
     Restore,
     Shrink,
-    Slice,
     Step,
     StepDone,
     Steps,
@@ -60,44 +55,24 @@ from actors.messages import (
     Unpacked,
 )
 from actors.mixtures import Mixtures
-from actors.overflow import Overflow
+from actors.outbox import Outbox
+from actors.parcels import Parcels
 from actors.parts import Parts
+from actors.seats import Seats
 from actors.supply import Supply
 from jitllm.devices import memory
-from jitllm.devices.runner import Runner, SeatMemory
+from jitllm.devices.runner import Runner
 from jitllm.engine import Logits
-from jitllm.errors import JitllmError, OutOfPages, OverBudget, PlacementError
+from jitllm.errors import JitllmError, PlacementError
 from jitllm.kernels.op import Buffer
-from jitllm.kernels.sample import (
-    RECORD_BYTES,
-    Settings,
-    pack_pairs,
-)
-from jitllm.memory import prefix
 from jitllm.memory.history import History
 from jitllm.memory.ownership import Ownership, Stale
 from jitllm.memory.pages import KvPages
-from jitllm.memory.use import Phase
 from jitllm.schedule.placement import shown_blocks
-from jitllm.schedule.sequence import MIN_PROMISED_TOKENS
-from jitllm.schedule.step import Span, SpanOutputs, phase_of
+from jitllm.schedule.step import Span
 from jitllm.units import format_size
 
 R = TypeVar("R")
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """Steps that the compute thread does one after the other while messages are handled.
-
-    outcomes: where each of them is answered. decode: how one follows another. goes_on: another one
-    may follow.
-    """
-
-    outcomes: Parts[Outcome]
-    decode: Decode
-    goes_on: bool = True
-    landing: Future[None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +81,6 @@ class _Settled:
 
     missing_bytes: int
     over_budget_bytes: int
-
-
-# Whose the memory of a step is (tokens, positions, sampling records, histories)
-#   a flight    the compute thread's, from `_take_off` to its landing
-#   no flight   the handler's: what touches pages, seats or the lease halts the flight before
 
 
 class Device(Actor):
@@ -138,28 +108,25 @@ class Device(Actor):
         mixtures: Mixtures | None = None,
     ) -> None:
         self._runner = runner
-        self._mixtures = mixtures
         self._pages = pages
-        self._history = history
         self._supply = supply
-        self._outbox = outbox
         self._hidden = hidden
         self._logits = logits
         self._context_tokens = context_tokens
         self._compiled_kernels = compiled_kernels
         self._compile_s = compile_s
         self._owned = owned
-        self._attachments = owned.enter_context(ExitStack())
-        self._attached: dict[memory.Handle, int] = {}
         self._ownership = Ownership()
         self._streamed: frozenset[int] = frozenset()
-        self._seats: dict[int, Seat] = {}
-        self._compute = ThreadPoolExecutor(1, "jitllm compute")
-        self._overflow = Overflow(pages, self._compute, self._halt, runner.is_lost)
-        self._flight: _Flight | None = None
         self._is_short = False  # since the last step that took pages
         self._problem = ""
-        self._num_tokens: Counter[Phase] = Counter()
+        self._seats = Seats(runner, pages, supply, lambda: self._name)
+        self._compute = Compute(runner, pages, self._seats, supply, mixtures, self._failure)
+        self._overflow = self._compute.overflow
+        hidden_bytes = hidden.stride_bytes * runner.limits.tokens
+        self._outbox = Outbox(outbox, hidden_bytes, lambda: self._name)
+        owned.callback(self._outbox.detach)
+        self._parcels = Parcels(runner, pages, self._seats, history, self._overflow, self._outbox)
 
     async def on_start(self) -> None:
         """Scratch is charged to the host's budget, in place of what a predecessor held."""
@@ -168,9 +135,9 @@ class Device(Actor):
 
     async def on_stop(self) -> None:
         """Give threads and memory back."""
-        self._cut()
+        self._compute.cut()
         await self._supply.close()
-        self._compute.shutdown()
+        self._compute.close()
         self._runner.close()
         self._owned.close()
 
@@ -185,9 +152,12 @@ class Device(Actor):
         except JitllmError as error:
             if not self._runner.is_lost(error):
                 raise
-            raise self._break(error) from error
+            raise self._failure(error) from error
 
-    def _break(self, error: Exception) -> Lost:
+    def _failure(self, error: Exception) -> Exception:
+        """What an error comes to: the loss of everything here, if hardware is gone."""
+        if not self._runner.is_lost(error):
+            return error
         self._problem = str(error)
         return Lost(self._name, self._problem)
 
@@ -227,9 +197,10 @@ class Device(Actor):
         """Handle a message that is answered when it is done."""
         match message:
             case Cut():
-                self._cut()
+                self._compute.cut()
             case Close():
-                await self._close(message.sequence)
+                await self._halt()
+                await self._seats.close(message.sequence)
             case Recall():
                 await self._halt()
                 await self._supply.let_go()
@@ -263,8 +234,8 @@ class Device(Actor):
             compile_s=self._compile_s,
             memory=self._supply.memory(),
             kv_spill=self._overflow.totals,
-            prompt_tokens=self._num_tokens["prompt"],
-            decode_tokens=self._num_tokens["decode"],
+            prompt_tokens=self._compute.num_tokens["prompt"],
+            decode_tokens=self._compute.num_tokens["decode"],
         )
 
     @property
@@ -281,144 +252,16 @@ class Device(Actor):
         """
         if not self._ownership.held:
             raise Lost(self._name, "it began again, and knows nothing of before")
-        await self._close(message.sequence)
-        wanted = prefix.reusable(message.tokens, self._pages.page_tokens, message.namespace)
-        wanted = wanted[: message.max_cached // self._pages.page_tokens]
-        try:
-            seat_memory, num_cached = self._take_seat(message, wanted)
-        except OverBudget as error:
-            if message.must_fit:
-                what, num_tokens = "a seat", message.max_tokens
-                need = error.needed_bytes
-                raise self._refusal(message.sequence, num_tokens, what, need) from error
-            return Refused(error.needed_bytes, error.budget_bytes)
-        num_published = num_cached // self._pages.page_tokens
-        seat = self._seats[message.sequence] = Seat(
-            message.sampling,
-            message.logprobs,
-            message.top_logprobs,
-            seat_memory,
-            message.max_tokens,
-            message.promised_tokens,
-            bool(message.tokens),
-            num_published,
-            wanted[num_published - 1] if num_published else message.namespace,
-            message.stop_ids,
-            message.namespace,
-        )
-        seat.memory.write(0, array("i", message.tokens[:num_cached]))
-        reserved = await self._charge()
-        if reserved.over_budget_bytes and not message.must_fit:
-            need = self._pages.set_bytes * self._pages.num_sets(message.promised_tokens)
-            await self._close(message.sequence)
-            return Refused(need, need - reserved.over_budget_bytes)
-        return Opened(message.sequence, num_cached)
-
-    def _take_seat(self, message: Open, wanted: tuple[bytes, ...]) -> tuple[SeatMemory, int]:
-        """Memory for what kernels read of a sequence; what is only kept goes for it. And how many
-        positions exist already."""
-        while True:
-            try:
-                seat_memory = self._seat_memory(message)
-                with ExitStack() as undone:
-                    undone.callback(seat_memory.close)
-                    num_cached = self._pages.open(message.sequence, message.max_tokens, wanted)
-                    undone.pop_all()
-                return seat_memory, num_cached
-            except OverBudget:
-                if not self._pages.idle_bytes:
-                    raise
-                self._pages.shrink(0)
-
-    async def _close(self, sequence: int) -> None:
-        """Free what a sequence holds; closing one twice does nothing."""
         await self._halt()
-        if sequence in self._seats:
-            self._unseat(sequence)
-            await self._charge()
-
-    def _unseat(self, sequence: int) -> None:
-        self._seats.pop(sequence).memory.close()
-        self._pages.close(sequence)
-
-    def _seat_memory(self, message: Open) -> SeatMemory:
-        sampling = message.sampling
-        penalises = (
-            sampling.repeat_penalty != 1
-            or sampling.frequency_penalty != 0
-            or sampling.presence_penalty != 0
-        )
-        biases = pack_pairs(sampling.logit_bias)
-        return self._runner.seat(message.max_tokens, biases, reads_history=penalises)
-
-    async def _charge(self) -> Reserved:
-        """Tell the supply what KV takes, and give up what was only kept where there is no room.
-
-        What sequences hold counts once, however many share it, and so does what they were promised
-        and have not taken yet.
-        """
-        pages = self._pages
-        promised = sum(
-            max(pages.num_sets(seat.promised_tokens) - pages.num_taken(sequence), 0)
-            for sequence, seat in self._seats.items()
-        )
-        reserved = await self._supply.charge(
-            pages.promised_bytes(promised), pages.beyond_bytes(promised)
-        )
-        pages.shrink(reserved.spare_bytes)
-        return reserved
-
-    async def _grow(self, sequence: int, num_tokens: int) -> None:
-        """Pages for a sequence's positions; the promise grows with a reply that outruns it."""
-        seat, pages = self._seats[sequence], self._pages
-        if num_tokens > seat.promised_tokens:
-            seat.promised_tokens = min(num_tokens + MIN_PROMISED_TOKENS, seat.max_tokens)
-            await self._charge()
-        if not pages.grow(sequence, num_tokens):
-            num_bytes = (pages.num_sets(num_tokens) - pages.num_taken(sequence)) * pages.set_bytes
-            raise self._refusal(sequence, num_tokens, "KV", num_bytes)
-
-    def _refusal(self, sequence: int, num_tokens: int, what: str, needed_bytes: int) -> OutOfPages:
-        """That a sequence cannot have something here that so many positions need."""
-        memory, supply = self._supply.memory(), self._supply
-        free_bytes = self._pages.num_free * self._pages.set_bytes
-        return OutOfPages(
-            self._name,
-            sequence,
-            num_tokens,
-            f"{what} of {num_tokens} positions on {supply.place_name}",
-            needed_bytes,
-            free_bytes if memory is None else memory.budget_bytes - memory.used_bytes,
-            supply.remedy,
-        )
-
-    def _lacks_pages(self) -> bool:
-        """Whether there is no memory for one more page of every sequence that may need it."""
-        pages, room_bytes = self._pages, self._supply.room_bytes()
-        if room_bytes is None:
-            return False
-        num_sets = sum(
-            pages.num_taken(sequence) < pages.num_sets(seat.max_tokens)
-            for sequence, seat in self._seats.items()
-        )
-        need = pages.promised_bytes(num_sets) - pages.promised_bytes(0)  # none beyond a budget
-        return need > room_bytes + pages.idle_bytes
-
-    def _publish(self, sequence: int, num_tokens: int) -> None:
-        """Pages that so many positions fill may be shared: nobody writes to a full page again."""
-        seat, size = self._seats[sequence], self._pages.page_tokens
-        while seat.shares and (stop := (seat.num_published + 1) * size) <= num_tokens:
-            seat.digest = prefix.extend(seat.digest, seat.memory.history[stop - size : stop])
-            self._pages.publish(sequence, seat.num_published, seat.digest)
-            seat.num_published += 1
+        return await self._seats.open(message)
 
     # --- steps -------------------------------------------------------------------------------
 
     async def _step(self, message: Step) -> StepDone:
         await self._begin(message)
-        await self._run(message)
+        await self._compute.run(message)
         for span in message.spans:
-            self._publish(span.sequence, span.stop)
+            self._seats.publish(span.sequence, span.stop)
         if not message.has_head:
             hidden = self._hand_hidden(message)
             return StepDone(message.step_id, (), (), hidden, is_short=self._is_short)
@@ -442,9 +285,9 @@ class Device(Actor):
         await self._halt()
         self._check(message)
         for span in message.spans:
-            await self._grow(span.sequence, span.stop)
+            await self._seats.grow(span.sequence, span.stop)
         await self._overflow.fit([(span.sequence, span.start, span.stop) for span in message.spans])
-        self._is_short = self._lacks_pages()
+        self._is_short = self._seats.lacks_pages()
         self._describe(message.spans)
         if message.hidden is not None:
             self._take_hidden(message.hidden)
@@ -466,14 +309,14 @@ class Device(Actor):
     def _take_hidden(self, hidden: Carried) -> None:
         """Begin with what the leg before ended with."""
         num_bytes = len(hidden) if isinstance(hidden, bytes) else hidden.num_bytes
-        with self._readable(hidden) as address:
+        with self._outbox.readable(hidden) as address:
             self._runner.take_hidden(address, num_bytes)
 
     def _hand_hidden(self, message: Step) -> Carried:
         """What the next leg begins with."""
         num_bytes = self._hidden.stride_bytes * sum(len(span.tokens) for span in message.spans)
-        self._runner.hand_hidden(self._outbox.address, num_bytes)
-        return self._carried(0, num_bytes, inline=message.inline)
+        self._runner.hand_hidden(self._outbox.hidden_address, num_bytes)
+        return self._outbox.hidden(num_bytes, inline=message.inline)
 
     def _last_hidden(self, message: Step) -> tuple[tuple[int, bytes], ...]:
         """Copies of the hidden states that are asked for; the head leaves them as they are."""
@@ -482,128 +325,12 @@ class Device(Actor):
         for span in message.spans:
             token += len(span.tokens)
             if span.sequence in message.last_hidden:
-                row = string_at(self._outbox.address + (token - 1) * size, size)
+                row = string_at(self._outbox.hidden_address + (token - 1) * size, size)
                 rows.append((span.sequence, row))
         return tuple(rows)
 
-    def _carried(self, offset: int, num_bytes: int, *, inline: bool) -> Carried:
-        """Bytes of the outbox, for whoever asked."""
-        if inline:
-            return string_at(self._outbox.address + offset, num_bytes)
-        return Slice(self._outbox.handle(), offset, num_bytes)
-
-    @contextmanager
-    def _readable(self, data: Carried) -> Iterator[int]:
-        """Where it can be read within the block. Raises `Lost` at its end for what had gone."""
-        if isinstance(data, bytes):
-            yield cast(c_char_p(data), c_void_p).value or 0
-            return
-        yield self._address(data)
-        if not memory.holds(data.handle):
-            raise Lost(self._name, "what it was handed had gone before it could read it")
-
-    def _address(self, piece: Slice) -> int:
-        """Where bytes of another device can be read here."""
-        if piece.handle not in self._attached:
-            try:
-                attached = self._attachments.enter_context(memory.attach(piece.handle))
-            except JitllmError as error:  # who handed it on has died since
-                raise Lost(self._name, f"it could not read what it was handed: {error}") from error
-            self._attached[piece.handle] = attached
-        return self._attached[piece.handle] + piece.offset
-
     def _describe(self, spans: tuple[Span, ...]) -> None:
-        """Write the step down for kernels: per token, per row, per output."""
-        step = self._runner.step
-        token = output = 0
-        for row, span in enumerate(spans):
-            count, stop = len(span.tokens), token + len(span.tokens)
-            ids = array("i", span.tokens)
-            step.tokens[token:stop] = ids
-            step.positions[token:stop] = array("i", range(span.start, span.stop))
-            step.row_of[token:stop] = array("i", [row]) * count
-            step.tables[row] = self._pages.table_address(span.sequence)
-            seat = self._seats[span.sequence]
-            seat.memory.write(span.start, ids)
-            first = token if span.outputs is SpanOutputs.ALL else stop - 1
-            num = span.num_outputs
-            step.outputs[output : output + num] = array("i", range(first, first + num))
-            self._describe_sampling(span, seat, output)
-            token, output = stop, output + num
-        step.set_counts(token, output)
-
-    def _describe_sampling(self, span: Span, seat: Seat, output: int) -> None:
-        sampling = seat.sampling
-        targets = [*span.tokens[1:], span.target][-span.num_outputs :]
-        for index, target in enumerate(targets if span.num_outputs else ()):
-            position = span.stop - span.num_outputs + index
-            settings = Settings(
-                seed=sampling.seed,
-                position=position + 1,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                repeat_penalty=sampling.repeat_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                presence_penalty=sampling.presence_penalty,
-                target=target,
-                want_logprob=seat.logprobs,
-            )
-            record = settings.pack(
-                *seat.history(position),
-                bias=seat.memory.biases,
-                num_bias=len(sampling.logit_bias),
-                top=self._runner.top_at(output + index),
-                num_top=seat.num_top(span),
-            )
-            start = RECORD_BYTES * (output + index)
-            self._runner.records[start : start + RECORD_BYTES] = record
-
-    async def _run(self, message: Step) -> None:
-        """The blocks of a leg in order, as long a run at a time as is resident."""
-        start, is_first = message.start, True
-        phase = phase_of(message.spans)
-        self._num_tokens[phase] += _num_tokens(message.spans)
-        rows = [(span.sequence, span.start) for span in message.spans]
-        while is_first or start < message.stop:
-            is_any = start < message.stop
-            lease = await self._supply.acquire(start, message.stop, phase) if is_any else None
-            stop = start if lease is None else min(lease.stop, message.stop)
-            try:
-                await self._run_blocks(
-                    rows,
-                    start,
-                    stop,
-                    embeds=is_first and message.hidden is None,
-                    begins=is_first,
-                    ends=message.has_head and stop == message.stop,
-                )
-            finally:
-                if lease is not None:
-                    await self._supply.release(lease)
-            start, is_first = stop, False
-
-    async def _run_blocks(
-        self, rows: Sequence[tuple[int, int]], start: int, stop: int, **parts: bool
-    ) -> None:
-        """Blocks [start, stop) of a step that was described; see `Runner.run`.
-
-        rows: sequences, and the first position of each that is computed.
-        """
-        if self._mixtures is not None:
-            passes_of = partial(self._overflow.passes, rows)
-            await self._mixtures.run(self._compute, start, stop, passes_of, **parts)
-            return
-        work = partial(self._run_together, rows, start, stop, **parts)
-        await asyncio.get_running_loop().run_in_executor(self._compute, work)
-
-    def _run_together(
-        self, rows: Iterable[tuple[int, int]], start: int, stop: int, **parts: bool
-    ) -> None:
-        """The same in the compute thread, where all that the blocks need is there."""
-        with closing(self._overflow.passes(rows, range(start, stop))) as passes:
-            self._runner.run(start, stop, passes=passes, **parts)
+        describe(spans, self._runner, self._pages, self._seats)
 
     @property
     def _is_alone(self) -> bool:
@@ -614,7 +341,7 @@ class Device(Actor):
 
     async def _steps(self, message: Steps) -> Parts[Outcome]:
         """As many as can be without anything between them; one at the least."""
-        outcomes: Parts[Outcome] = Parts(self._cut)
+        outcomes: Parts[Outcome] = Parts(self._compute.cut)
         if self._is_alone:
             await self._begin(message.first)
             self._take_off(message.first.spans, outcomes)
@@ -629,65 +356,15 @@ class Device(Actor):
         return outcome_of(self._runner, spans, seats, is_short=self._is_short)
 
     def _take_off(self, spans: tuple[Span, ...], outcomes: Parts[Outcome]) -> None:
-        """Begin a flight with a step that was described, under the standing lease."""
         seats = [self._seats[span.sequence] for span in spans]
-        num_left = min(map(self._num_left, spans))
+        num_left = min(map(self._seats.num_left, spans))
         decode = Decode(
             self._runner, spans, seats, num_left, self._describe, is_short=self._is_short
         )
-        flight = self._flight = _Flight(outcomes, decode)
-        flight.landing = self._compute.submit(self._fly, flight, spans, asyncio.get_running_loop())
-
-    def _num_left(self, span: Span) -> int:
-        """Steps that may follow one by themselves: until its sequence is full, or needs a page."""
-        if not span.sample:
-            return 0
-        seat = self._seats[span.sequence]
-        room = self._pages.num_taken(span.sequence) * self._pages.page_tokens
-        return max(min(seat.max_tokens - 1, room) - span.stop, 0)
-
-    def _fly(
-        self, flight: _Flight, spans: tuple[Span, ...], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """In the compute thread: step after step, until there is a reason to ask."""
-        try:
-            phase, num_tokens = phase_of(spans), _num_tokens(spans)
-            goes_on = True
-            while goes_on:
-                rows = flight.decode.rows
-                self._run_together(rows, 0, self._head, embeds=True, begins=True, ends=True)
-                self._num_tokens[phase] += num_tokens
-                phase, num_tokens = "decode", len(spans)
-                outcome = flight.decode.outcome()
-                goes_on = flight.goes_on and flight.decode.advance(outcome)
-                flight.outcomes.send(outcome, loop)
-            loop.call_soon_threadsafe(self._land, flight)
-        except Exception as error:
-            loop.call_soon_threadsafe(self._crash, flight, error)
-
-    def _land(self, flight: _Flight) -> None:
-        """The last step of a flight is done."""
-        for sequence, num_tokens in flight.decode.computed.items():
-            self._publish(sequence, num_tokens)
-        self._flight = None
-        flight.outcomes.end()
-
-    def _crash(self, flight: _Flight, error: Exception) -> None:
-        """A step of a flight failed, and so none follows."""
-        self._flight = None
-        flight.outcomes.fail(self._break(error) if self._runner.is_lost(error) else error)
-
-    def _cut(self) -> None:
-        """No step after this one without being asked."""
-        if self._flight is not None:
-            self._flight.goes_on = False
+        self._compute.take_off(decode, spans, outcomes)
 
     async def _halt(self) -> None:
-        """Wait until the compute thread rests."""
-        self._cut()
-        if self._flight is not None and self._flight.landing is not None:
-            await asyncio.wrap_future(self._flight.landing)
-            self._flight = None
+        await self._compute.halt()
 
     # --- blocks that come and go -------------------------------------------------------------
 
@@ -695,10 +372,8 @@ class Device(Actor):
         if self._ownership.settle(message.blocks, message.epoch):
             await self._halt()
             await self._supply.let_go()
-            for sequence in tuple(self._seats):
-                self._unseat(sequence)
-            self._attachments.close()
-            self._attached.clear()
+            self._seats.clear()
+            self._outbox.detach()
             if missing := (await self._settle()).missing_bytes:
                 blocks = [block for block in message.blocks if block != self._head]
                 shown = shown_blocks(blocks, self._head in message.blocks)
@@ -752,8 +427,7 @@ class Device(Actor):
             return
         await self._supply.complete(message.blocks)
         self._pages.adopt(block for block in message.blocks if block != self._head)
-        for seat in self._seats.values():  # what others may share is whole again
-            seat.num_published, seat.digest = 0, seat.namespace
+        self._seats.share_anew()
 
     async def _forget(self, gone: frozenset[int]) -> None:
         """Give back what is here of some blocks."""
@@ -775,7 +449,7 @@ class Device(Actor):
             pages.shrink(0)
             lacking = await self._supply.place(ownership.held, ownership.wanted)
         missing += lacking
-        reserved = await self._charge()
+        reserved = await self._seats.charge()
         return _Settled(missing, 0 if missing else reserved.over_budget_bytes)
 
     # --- history that comes and goes ---------------------------------------------------------
@@ -783,54 +457,12 @@ class Device(Actor):
     async def _pack(self, message: Pack) -> Parcel:
         if not self._ownership.owned.issuperset(message.blocks):
             raise Stale("pack the history of", message.blocks, message.epoch)
-        began_s = perf_counter()
-        pieces = tuple(piece for piece in message.pieces if piece.sequence in self._seats)
-        num_bytes = self._num_bytes(message.blocks, pieces)
-        if num_bytes:
-            tables = partial(self._copies, message.blocks, pieces, out=True)
-            start = self._outbox.address + self._hidden_bytes
-            async with self._overflow.at_hand(message.blocks, pieces, is_written=False):
-                await self._runner.pack(tables, num_bytes, start)
-        data = self._carried(self._hidden_bytes, num_bytes, inline=message.inline)
-        seconds = perf_counter() - began_s
-        return Parcel(message.blocks, pieces, data, seconds, message.epoch, message.number)
-
-    def _num_bytes(self, blocks: tuple[int, ...], pieces: Iterable[Piece]) -> int:
-        return sum(self._history.num_bytes(blocks, len(piece.tokens)) for piece in pieces)
-
-    def _copies(
-        self,
-        blocks: tuple[int, ...],
-        pieces: Iterable[Piece],
-        address: int,
-        *,
-        out: bool,
-        first: int = 0,
-        last: int = 1 << 62,
-    ) -> array[int]:
-        """The copies between pieces at an address, one after the other, and pages; of sequences
-        that have ended there are none. See `History.copies`."""
-        table = array("Q")
-        for piece in pieces:
-            if piece.sequence in self._seats:
-                table += self._history.copies(
-                    self._pages,
-                    piece.sequence,
-                    blocks,
-                    piece.start,
-                    piece.stop,
-                    address,
-                    out=out,
-                    first=first,
-                    last=last,
-                )
-            address += self._num_bytes(blocks, (piece,))
-        return table
+        return await self._parcels.pack(message)
 
     async def _unpack(self, parcel: Parcel) -> Unpacked:
         if not self._ownership.take(parcel.blocks, parcel.epoch, parcel.number):
             return Unpacked(0, 0.0)
-        unpacked = await self._take_in(parcel)
+        unpacked = await self._parcels.take_in(parcel)
         for piece in parcel.pieces:
             if piece.sequence in self._seats:
                 self._pages.fill(piece.sequence, piece.stop)
@@ -842,39 +474,10 @@ class Device(Actor):
         if not is_mine or any(piece.sequence not in self._seats for piece in parcel.pieces):
             raise Lost(self._name, "it began again, and knows nothing of before")
         await self._halt()
-        unpacked = await self._take_in(parcel, message.start, message.stop)
+        unpacked = await self._parcels.take_in(parcel, message.start, message.stop)
         for piece in parcel.pieces:
-            self._publish(piece.sequence, message.whole)
+            self._seats.publish(piece.sequence, message.whole)
         return unpacked
-
-    async def _take_in(self, parcel: Parcel, first: int = 0, last: int = 1 << 62) -> Unpacked:
-        """Copy what is in a parcel of positions [first, last) into the pages of its sequences."""
-        began_s = perf_counter()
-        num_pages = 0
-        # Some may have ended while this was on its way.
-        pieces = [piece for piece in parcel.pieces if piece.sequence in self._seats]
-        taken = [replace(piece, tokens=piece.tokens[: last - piece.start]) for piece in pieces]
-        for piece in taken:
-            seat = self._seats[piece.sequence]
-            await self._grow(piece.sequence, piece.stop)
-            start = max(piece.start, first)
-            seat.memory.write(start, array("i", piece.tokens[start - piece.start :]))
-            size = self._pages.page_tokens
-            num_pages += len(parcel.blocks) * (-(-piece.stop // size) - start // size)
-        blocks, whole = parcel.blocks, parcel.pieces
-        tables = partial(self._copies, blocks, whole, out=False, first=first, last=last)
-        await self._overflow.fit_around(taken)
-        if num_pages:
-            at_hand = self._overflow.at_hand(blocks, taken, is_written=True, first=first)
-            with self._readable(parcel.data) as address:
-                async with at_hand:
-                    await self._runner.unpack(tables, parcel.num_bytes, address)
-        return Unpacked(num_pages, perf_counter() - began_s)
-
-    @property
-    def _hidden_bytes(self) -> int:
-        """The part of the outbox that hidden states leave through; parcels do behind it."""
-        return self._hidden.stride_bytes * self._runner.limits.tokens
 
     # --- logits ------------------------------------------------------------------------------
 
@@ -884,7 +487,3 @@ class Device(Actor):
         rows = mmap.mmap(-1, count * width)
         self._runner.read_logits(row, memoryview(rows))
         return Logits(rows, count, self._logits.width)
-
-
-def _num_tokens(spans: Iterable[Span]) -> int:
-    return sum(len(span.tokens) for span in spans)

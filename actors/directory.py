@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain, count
 
-from actors.messages import Claim, Health, Listed, ModelState, NodeListed
+from actors.messages.manager import Claim, Health, Listed, ModelState, NodeListed
 from jitllm.errors import JitllmError, UsageError
 from jitllm.memory.host import HostReport
 

@@ -16,7 +16,7 @@ from time import perf_counter
 
 from actors.actor import Context
 from actors.mailbox import Lost
-from actors.messages import AcquireExperts, ExpertLease, Unreadable
+from actors.messages.pager import AcquireExperts, ExpertLease, Unreadable
 from jitllm.errors import JitllmError, PageError
 from jitllm.memory.expert_frames import ExpertFrames
 from jitllm.memory.experts import Admitted, Expert, ExpertResidency

@@ -7,30 +7,20 @@ needs that for a reply takes it away. Knows the fetch in flight. Knows no lease.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from actors.messages import Fetch, Fetched, Frame
+from actors.messages.pager import Fetch, Fetched, Frame
+from actors.reads import Read, Reads
 from jitllm.devices.memory import attach
 from jitllm.errors import JitllmError
 from jitllm.memory.frames import Frames
 from jitllm.memory.residency import Residency
 from jitllm.memory.throttle import Abandoned, Throttle
 from jitllm.memory.weights import Weights
-
-Read = asyncio.Future[float]
-"""A block on its way; how many seconds it took."""
-
-
-class Watch(Protocol):
-    """Has a pager know of a read that began."""
-
-    def __call__(self, block: int, read: Read, *, is_counted: bool) -> object:
-        """is_counted: it reads the container."""
-        ...
 
 
 class _Fetching(NamedTuple):
@@ -41,22 +31,20 @@ class _Fetching(NamedTuple):
 
 
 class Fetches:
-    """See above. reads: in flight, of the pager. is_short: whether somebody waits for room."""
+    """See above. reads: of the pager. is_short: whether somebody waits for room."""
 
     def __init__(
         self,
         weights: Weights,
         residency: Residency,
         frames: Frames,
-        reads: MutableMapping[int, Read],
-        watch: Watch,
+        reads: Reads,
         is_short: Callable[[], bool],
     ) -> None:
         self._weights = weights
         self._residency = residency
         self._frames = frames
         self._reads = reads
-        self._watch = watch
         self._is_short = is_short
         self._turn = asyncio.Lock()
         self._fetching: _Fetching | None = None
@@ -99,7 +87,7 @@ class Fetches:
         if fetching is None or self._frames.fits(self._residency.block_bytes[block]):
             return None
         self.abandon()
-        return self._reads[fetching.block]
+        return self._reads.in_flight[fetching.block]
 
     def abandon(self) -> bool:
         """Give up what is fetched; whether there was anything."""
@@ -124,7 +112,7 @@ class Fetches:
 
     async def _bring(self, message: Fetch) -> Literal["here", "frames", "container", "none"]:
         block = message.block
-        if (under_way := self._reads.get(block)) is not None:
+        if (under_way := self._reads.in_flight.get(block)) is not None:
             await asyncio.wait([under_way])
             under_way.result()
         if not self._residency.is_placed(block):
@@ -138,7 +126,7 @@ class Fetches:
         work = partial(self._bring_in, block, message.source, throttle)
         read = asyncio.get_running_loop().run_in_executor(self._executor, work)
         self._fetching = _Fetching(block, throttle)
-        self._watch(block, read, is_counted=message.source is None)
+        self._reads.watch(block, read, is_counted=message.source is None)
         await asyncio.wait([read])
         try:
             read.result()

@@ -16,9 +16,8 @@ from typing import Protocol, assert_never
 from actors.actor import Actor
 from actors.directory import Directory
 from actors.mailbox import Stopped
-from actors.messages import (
+from actors.messages.manager import (
     Claim,
-    Drain,
     DrainModel,
     Health,
     Join,
@@ -31,10 +30,9 @@ from actors.messages import (
     NodeListing,
     NodesRequest,
     Publish,
-    SchedulerStats,
-    SchedulerStatsRequest,
     Withdraw,
 )
+from actors.messages.scheduler import Drain, SchedulerStats, SchedulerStatsRequest
 from actors.parts import Parts
 from jitllm.errors import JitllmError
 from jitllm.log import logger

@@ -19,7 +19,7 @@ from typing import Protocol, Self, TypeVar
 
 from actors.actor import Message, Ref
 from actors.mailbox import Stopped
-from actors.messages import (
+from actors.messages.manager import (
     Claim,
     DrainModel,
     Health,

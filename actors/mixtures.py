@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from contextlib import closing
 from functools import partial
 
-from actors.messages import Unreadable
+from actors.messages.pager import Unreadable
 from actors.supply import LeasedWeights
 from jitllm.devices.host import Pass
 from jitllm.devices.mixtures import MixtureProgram, Stretch

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeVar
 
-from actors.messages import Piece
+from actors.messages.device import Piece
 from jitllm.devices.host import Pass
 from jitllm.engine import KvSpill
 from jitllm.errors import HistoryError, JitllmError

@@ -1,7 +1,8 @@
 """The pager: brings blocks of a container into memory, lends them to devices, lets them go.
 
-Knows leases, reads in flight and reservations. Knows no tensor and no device. Which block goes when
-another comes is `jitllm.memory.residency`'s to say, where it lies `jitllm.memory.weights`'s.
+Knows reads in flight and reservations. Knows no tensor and no device. Which block goes when another
+comes is `jitllm.memory.residency`'s to say, where it lies `jitllm.memory.weights`'s, who holds it
+`actors.leases`'s.
 
 It serves the blocks that are placed here; their experts come with them, or one by one
 (`actors.experts`). A fetch brings one of them in ahead of its use, also from
@@ -12,19 +13,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
-from typing import NamedTuple, TypeVar, assert_never
+from typing import TypeVar, assert_never
 
 from actors.actor import Actor, Ref
+from actors.dense import DenseRegion
 from actors.experts import ExpertPager
-from actors.fetches import Fetches, Read
-from actors.mailbox import Stopped
-from actors.messages import (
+from actors.fetches import Fetches
+from actors.leases import Leases
+from actors.messages.pager import (
     Acquire,
     AcquireExperts,
     ExpertLease,
@@ -41,14 +42,14 @@ from actors.messages import (
     PagerStats,
     PagerStatsRequest,
     Place,
-    Recall,
     Release,
     Reserve,
     Reserved,
     SetBudget,
 )
+from actors.reads import Read, Reads
 from jitllm.config import ReadAhead
-from jitllm.devices.memory import Memory, round_up
+from jitllm.devices.memory import Memory
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container
 from jitllm.memory.division import expert_room
@@ -57,13 +58,11 @@ from jitllm.memory.frames import Frames
 from jitllm.memory.read_ahead import Pace
 from jitllm.memory.residency import Residency
 from jitllm.memory.throttle import Abandoned
-from jitllm.memory.use import Phase, ReadUse
+from jitllm.memory.use import ReadUse
 from jitllm.memory.weights import Weights
 
 R = TypeVar("R")
 
-DENSE = "dense"
-"""The reservation under which the dense region is charged."""
 EXPERTS = "experts"
 """The one that experts are within where they come one by one, taken or not."""
 
@@ -71,14 +70,6 @@ MAX_SPARE_PART = 8
 """One part in so many of the budget may be spent on what is only kept in case it is useful."""
 
 _NUM_PAGE_INS = 4  # at once; each of them has many reads in flight already
-
-
-class _Granted(NamedTuple):
-    lease: Lease
-    device: str
-    since_s: float
-    is_kept: bool
-    """It may be held for long: it stands, or was lent."""
 
 
 class Pager(Actor):
@@ -109,23 +100,13 @@ class Pager(Actor):
         self._pace = Pace()
 
         self._frames = Frames(budget_bytes)
-        self._reads: dict[int, Read] = {}
         self._expert_reads: dict[Expert, Read] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-        self._needs_dense = not is_empty
-        self._has_dense = False
-        self._dense_turn = asyncio.Lock()
-
-        self._leases: dict[int, _Granted] = {}
-        self._devices: dict[str, Ref] = {}
-        self._num_leases = 0
         self._last_start = -1
 
         self._use = ReadUse()
-        self._num_page_ins = 0
         self._num_evictions = 0
-        self._read_s = 0.0
         self._wait_s = 0.0
 
     # ------------------------------------------------------------------------------------- life
@@ -145,12 +126,18 @@ class Pager(Actor):
         self._owned.enter_context(self._executor)
         placed = () if self._is_empty else None
         self._residency = Residency(self._weights.block_bytes, self._frames, placed)
+        self._leases = Leases(self._residency, self._pace, self._settle)
+        self._dense = DenseRegion(
+            self._weights, self._frames, self._use, self._executor, self._give_way, self._settle
+        )
+        self._reads = Reads(
+            self._weights, self._residency, self._use, self._executor, self._end_read
+        )
         self._fetches = Fetches(
             self._weights,
             self._residency,
             self._frames,
             self._reads,
-            self._watch,
             is_short=lambda: bool(self._waiting),
         )
         self._owned.callback(self._fetches.close)
@@ -160,14 +147,15 @@ class Pager(Actor):
         self._owned.callback(self._experts.close)
         self._experts.place(range(self._residency.num_blocks) if placed is None else placed)
         self._divide()
-        if self._needs_dense:
-            await self._bring_dense()
+        if self._dense.need(is_needed=not self._is_empty):
+            await self._dense.bring()
 
     async def on_stop(self) -> None:
         """Wait for reads in flight, then give file and memory back."""
-        if self._reads:
+        in_flight = self._reads.in_flight
+        if in_flight:
             self._fetches.abandon()
-        if reads := (*self._reads.values(), *self._expert_reads.values()):
+        if reads := (*in_flight.values(), *self._expert_reads.values()):
             await asyncio.wait(reads)
         await asyncio.to_thread(self._owned.close)
 
@@ -240,33 +228,16 @@ class Pager(Actor):
         # Where everything has room there is nothing to page, and nothing to ask before each step.
         has_all = residency.is_whole and self._frames.fits(0)
         is_whole = has_all and not self._experts_used
-        stands = is_whole and residency.is_run(start, stop) and device in self._devices
-        lease = self._lease(start, stop, device, is_standing=stands, is_kept=stands)
+        stands = is_whole and residency.is_run(start, stop) and self._leases.knows(device)
+        lease = self._leases.grant(start, stop, device, is_standing=stands, is_kept=stands)
         self._look_ahead(residency.next_placed(stop))
-        return lease
-
-    def _lease(
-        self, start: int, stop: int, device: str, *, is_standing: bool = False, is_kept: bool
-    ) -> Lease:
-        """Pin resident blocks `[start, stop)` until they are released."""
-        self._residency.pin(start, stop, kept=is_kept)
-        lease = Lease(self._num_leases, start, stop, is_standing)
-        self._num_leases += 1
-        self._leases[lease.lease_id] = _Granted(lease, device, perf_counter(), is_kept)
         return lease
 
     def _release(self, lease: Lease | ExpertLease) -> None:
         if isinstance(lease, ExpertLease):
             self._experts.release(lease)
-            return
-        granted = self._leases.pop(lease.lease_id, None)
-        if granted is None:
-            return
-        lease = granted.lease
-        self._residency.unpin(lease.start, lease.stop, kept=granted.is_kept)
-        if not granted.is_kept:
-            self._pace.computed(lease.stop - lease.start, perf_counter() - granted.since_s)
-        self._settle()
+        else:
+            self._leases.release(lease)
 
     def _check_block(self, block: int) -> None:
         if not 0 <= block < self._residency.num_blocks:
@@ -285,54 +256,17 @@ class Pager(Actor):
         self._fetches.abandon_unplaced()
         self._settle()
         # Nobody waits for these: who places may be who holds them.
-        if kept := [granted for granted in self._standing() if self._is_in_the_way(granted.lease)]:
-            self.context.begin(self._recall(kept), "recall")
-        is_needed = self._needs_dense if message.dense is None else message.dense
-        return self._place_dense(is_needed=is_needed)
+        standing = self._leases.standing()
+        if kept := [granted for granted in standing if self._is_in_the_way(granted.lease)]:
+            self.context.begin(self._leases.recall(kept), "recall")
+        if self._dense.need(is_needed=message.dense):
+            return self.context.later(self._dense.bring(), "dense region")
+        return None
 
     def _is_in_the_way(self, lease: Lease) -> bool:
         """Whether what is placed wants a standing lease back."""
         placed = map(self._residency.is_placed, range(lease.start, lease.stop))
         return not (self._residency.has_room and all(placed))
-
-    def _place_dense(self, *, is_needed: bool) -> asyncio.Future[None] | None:
-        self._needs_dense = is_needed
-        if is_needed and not self._has_dense:
-            return self.context.later(self._bring_dense(), "dense region")
-        if self._has_dense and not is_needed:
-            self._drop_dense()
-        return None
-
-    async def _bring_dense(self) -> None:
-        """Charge and read the dense region, unless it is there or not needed any more."""
-        async with self._dense_turn:
-            if self._has_dense or not self._needs_dense:
-                return
-            self._frames.reserve(DENSE, self._weights.dense_bytes)
-            try:
-                await self._give_way()
-                await self._read_dense()
-                self._has_dense = True
-            except Exception:
-                self._drop_dense()
-                raise
-            if not self._needs_dense:
-                self._drop_dense()
-
-    async def _read_dense(self) -> None:
-        phase, num_bytes = self._use.begin(), 0
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._executor, self._weights.read_dense)
-            num_bytes = self._weights.dense_bytes
-        finally:
-            self._use.end(phase, num_bytes)
-
-    def _drop_dense(self) -> None:
-        self._has_dense = False
-        self._weights.release_dense()
-        self._frames.reserve(DENSE, 0)
-        self._settle()
 
     def _lend(self, message: Lend) -> Lent | None:
         block = message.block
@@ -340,7 +274,7 @@ class Pager(Actor):
         is_here = self._residency.is_placed(block) and self._residency.is_resident(block)
         if not is_here or self._experts.has(block):
             return None
-        lease = self._lease(block, block + 1, message.device, is_kept=True)
+        lease = self._leases.grant(block, block + 1, message.device, is_kept=True)
         weights = self._weights
         offset, num_bytes = weights.block_offsets[block], weights.block_bytes[block]
         return Lent(lease, Frame(weights.blocks_handle, offset, num_bytes))
@@ -351,10 +285,7 @@ class Pager(Actor):
 
     def _forget(self, ref: Ref) -> None:
         device = ref.name
-        self._devices[device] = ref
-        held = [granted.lease for granted in self._leases.values() if granted.device == device]
-        for lease in held:
-            self._release(lease)
+        self._leases.begin(ref)
         self._experts.forget(device)
         for name in tuple(self._frames.reservations):
             if name.startswith(_reservation(device, "")):
@@ -378,8 +309,8 @@ class Pager(Actor):
     def _once_given_way(self, reply: Callable[[], R]) -> R | asyncio.Future[R]:
         """`reply()` once the budget is kept, as far as leases allow."""
         self._settle()
-        must_recall = self._standing() and not self._residency.has_room
-        if not must_recall and (self._frames.fits(0) or not self._reads):
+        must_recall = self._leases.standing() and not self._residency.has_room
+        if not must_recall and (self._frames.fits(0) or not self._reads.in_flight):
             return reply()
         return self.context.later(self._reply_later(reply), "give way")
 
@@ -394,26 +325,13 @@ class Pager(Actor):
         does: the next block would find none.
         """
         self._settle()
-        kept = [] if self._residency.has_room else self._standing()
-        await self._recall(kept)
-        while any(granted.lease.lease_id in self._leases for granted in kept):
+        kept = [] if self._residency.has_room else self._leases.standing()
+        await self._leases.recall(kept)
+        while self._leases.has_any(kept):
             await self._changed()
-        if self._reads and not self._frames.fits(0):
-            await asyncio.wait(tuple(self._reads.values()))
+        if self._reads.in_flight and not self._frames.fits(0):
+            await asyncio.wait(tuple(self._reads.in_flight.values()))
         self._settle()
-
-    def _standing(self) -> list[_Granted]:
-        return [granted for granted in self._leases.values() if granted.lease.is_standing]
-
-    async def _recall(self, kept: Iterable[_Granted]) -> None:
-        """Tell who holds `kept` to release it; who has stopped did."""
-        for device in {granted.device for granted in kept}:
-            try:
-                await self._devices[device].tell(Recall())
-            except Stopped:
-                for granted in kept:
-                    if granted.device == device:
-                        self._release(granted.lease)
 
     def _reserved(self) -> Reserved:
         return Reserved(
@@ -434,14 +352,14 @@ class Pager(Actor):
             placed_bytes=self._residency.placed_bytes,
             resident=self._residency.num_resident,
             frames=self._residency.num_frames,
-            page_ins=self._num_page_ins,
+            page_ins=self._reads.num_done,
             evictions=self._num_evictions,
             bytes_read=self._weights.reader.bytes_read,
             budget_bytes=self._frames.budget_bytes,
             fixed_bytes=self._frames.fixed_bytes - self._frames.reservations.get(EXPERTS, 0),
             over_budget_bytes=self._residency.over_budget_bytes,
             spare_bytes=self._spare_bytes,
-            read_s=self._read_s,
+            read_s=self._reads.read_s,
             wait_s=self._wait_s,
             reads_ahead=self._reads_ahead,
             is_direct=self._weights.reader.is_direct,
@@ -462,7 +380,9 @@ class Pager(Actor):
             if not is_fetched and (fetch := self._fetches.in_the_way(block)) is not None:
                 await asyncio.wait([fetch])
                 continue
-            read = self._reads.get(block) or self._begin_read(block, self._residency.admit(block))
+            read = self._reads.in_flight.get(block)
+            if read is None:
+                read = self._begin_read(block, self._residency.admit(block))
             if read is None:
                 await self._changed()
                 continue
@@ -470,7 +390,7 @@ class Pager(Actor):
             self._residency.pin(block)
             try:
                 # Not `await read`: our being cancelled would end it for all, and if it is done
-                # we would be ahead of `_end_read`.
+                # we would be ahead of its end here.
                 await asyncio.wait([read])
                 read.result()
                 self._check_placed(block)
@@ -493,51 +413,10 @@ class Pager(Actor):
         if victims is None:
             return None
         self._evict(victims)
-        loop = asyncio.get_running_loop()
-        read = loop.run_in_executor(self._executor, self._page_in, block)
-        return self._watch(block, read, is_counted=True, tell=self._pace.read)
+        return self._reads.begin(block, self._pace.read)
 
-    def _watch(
-        self,
-        block: int,
-        read: Read,
-        *,
-        is_counted: bool,
-        tell: Callable[[float], None] | None = None,
-    ) -> Read:
-        """`tell` how long a page-in took, once it is done. is_counted: it reads the container."""
-        phase = self._use.begin() if is_counted else None
-        self._reads[block] = read
-        read.add_done_callback(partial(self._end_read, block, phase, tell))
-        return read
-
-    def _page_in(self, block: int) -> float:
-        """Seconds it took to read `block`. Runs in a thread of the executor."""
-        began_s = perf_counter()
-        self._weights.read_block(block)
-        return perf_counter() - began_s
-
-    def _end_read(
-        self,
-        block: int,
-        phase: Phase | None,
-        tell: Callable[[float], None] | None,
-        read: Read,
-    ) -> None:
-        del self._reads[block]
-        has_failed = read.cancelled() or read.exception() is not None
-        if phase is not None:
-            num_bytes = 0 if has_failed else round_up(self._residency.block_bytes[block])
-            self._use.end(phase, num_bytes)
+    def _end_read(self, block: int) -> None:
         self._fetches.ended(block)
-        if has_failed:
-            self._residency.fail(block)
-        else:
-            self._residency.arrive(block)
-            self._num_page_ins += 1
-            self._read_s += read.result()
-            if tell is not None:
-                tell(read.result())
         self._settle()
 
     def _evict(self, victims: tuple[int, ...]) -> None:

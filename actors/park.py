@@ -18,7 +18,7 @@ from actors.actor import Ref
 from actors.beside import beside
 from actors.charge import HostCharge
 from actors.mailbox import Lost
-from actors.messages import Pack, Parcel, Piece, Restore
+from actors.messages.device import Pack, Parcel, Piece, Restore
 from actors.relocate import PARCEL_BYTES
 from actors.route import Route
 from jitllm.engine import ParkedIn, ParkTotals

@@ -19,7 +19,7 @@ from actors.actor import Ref
 from actors.beside import beside
 from actors.decode import TOP_BYTES
 from actors.device import Device
-from actors.messages import Locate, Located
+from actors.messages.pager import Locate, Located
 from actors.mixtures import Mixtures
 from actors.pager import Pager
 from actors.relocate import PARCEL_BYTES

@@ -19,15 +19,13 @@ from typing import Protocol
 
 from actors.actor import Ref
 from actors.mailbox import Stopped
-from actors.messages import (
+from actors.messages.device import (
     Abandon,
     Adopt,
     Bring,
     Brought,
     Drop,
     Hand,
-    Lend,
-    Lent,
     Missing,
     Open,
     Pack,
@@ -35,10 +33,10 @@ from actors.messages import (
     Piece,
     Prepare,
     Refused,
-    Release,
     Unpack,
     Unpacked,
 )
+from actors.messages.pager import Lend, Lent, Release
 from actors.route import Route, Site
 from jitllm.devices.grammar import more_memory
 from jitllm.engine import Moved, MoveTotals

@@ -31,7 +31,7 @@ from typing import Any
 from actors.beside import beside
 from actors.charge import HostCharge
 from actors.mailbox import Stopped
-from actors.messages import Pack, Parcel, Piece, Restore
+from actors.messages.device import Pack, Parcel, Piece, Restore
 from actors.park import packed
 from actors.route import Route
 from jitllm.engine import PrefixTotals

@@ -15,24 +15,20 @@ from dataclasses import dataclass, replace
 from actors.actor import Ref
 from actors.decode import results
 from actors.mailbox import Lost, Stopped
-from actors.messages import (
+from actors.messages.device import (
     Carried,
     Close,
     Cut,
-    Forget,
     Open,
     Opened,
     Own,
-    PagerStats,
-    PagerStatsRequest,
-    Place,
     Refused,
-    SetBudget,
     Step,
     StepDone,
     Steps,
     Stream,
 )
+from actors.messages.pager import Forget, PagerStats, PagerStatsRequest, Place, SetBudget
 from jitllm.errors import JitllmError
 from jitllm.schedule.place import Need, divide_budget
 from jitllm.schedule.placement import Placement

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from actors.actor import Ref
-from actors.messages import (
+from actors.messages.device import Brought, DeviceMemory
+from actors.messages.pager import (
     Acquire,
     AcquireExperts,
-    Brought,
-    DeviceMemory,
     ExpertLease,
     Fetch,
     Fetched,

@@ -22,9 +22,9 @@ from actors.client import Client
 from actors.local import Runtime
 from actors.member import Member as Member
 from actors.member import Seat, lookup
-from actors.messages import DeviceStatsRequest
-from actors.messages import Listed as Listed
-from actors.messages import NodeListed as NodeListed
+from actors.messages.device import DeviceStatsRequest
+from actors.messages.manager import Listed as Listed
+from actors.messages.manager import NodeListed as NodeListed
 from actors.recipes import DeviceRecipe, PagerRecipe, SchedulerRecipe
 from actors.route import Site
 from jitllm import allot

@@ -17,23 +17,25 @@ from actors.actor import Actor
 from actors.client import Client
 from actors.local import LocalRef, Runtime
 from actors.mailbox import Lost, Stopped
-from actors.messages import (
+from actors.messages.device import (
     Bring,
     Brought,
     Cut,
-    Forget,
-    Lend,
     Outcome,
-    PagerStats,
-    PagerStatsRequest,
-    Place,
     Recall,
     Refused,
-    Release,
-    SetBudget,
     Shrink,
     Step,
     Steps,
+)
+from actors.messages.pager import (
+    Forget,
+    Lend,
+    PagerStats,
+    PagerStatsRequest,
+    Place,
+    Release,
+    SetBudget,
 )
 from actors.parts import Parts
 from actors.relocate import PARCEL_BYTES

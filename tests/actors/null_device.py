@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.actor import Actor, Ref
-from actors.messages import (
+from actors.messages.device import (
     Close,
     Cut,
     DeviceMessage,
@@ -21,12 +21,12 @@ from actors.messages import (
     Own,
     Recall,
     Refused,
-    SetBudget,
     Shrink,
     Step,
     StepDone,
     Steps,
 )
+from actors.messages.pager import SetBudget
 from actors.parts import Parts
 from actors.route import Route, Site
 from jitllm.memory.prefix import reusable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-from actors.messages import Outcome, StepDone
+from actors.messages.device import Outcome, StepDone
 from jitllm.kernels.sample import Field, Settings
 from jitllm.schedule.step import Span
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.local import LocalRef
-from actors.messages import (
+from actors.messages.pager import (
     Acquire,
     AcquireExperts,
     ExpertLease,

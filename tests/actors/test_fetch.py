@@ -15,7 +15,7 @@ import pytest
 
 from actors.actor import Message
 from actors.local import LocalRef, Runtime
-from actors.messages import (
+from actors.messages.pager import (
     Acquire,
     Fetch,
     Fetched,
@@ -89,9 +89,9 @@ def actor_of(pager: LocalRef) -> Any:
 async def check_nothing_is_held(pager: LocalRef) -> None:
     await stats(pager)  # after all that it was told
     actor = actor_of(pager)
-    assert actor._reads == {}
+    assert actor._reads.in_flight == {}
     assert actor._fetches._fetching is None
-    assert actor._leases == {}
+    assert len(actor._leases) == 0
     assert not actor._residency._pins
     assert not actor._residency._kept
     actor._residency.check()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from actors.departures import MAX_LOSSES
 from actors.mailbox import Lost
-from actors.messages import Close, DeviceMessage, Open, Step, StepDone, Steps
-from actors.scheduler import MAX_LOSSES
+from actors.messages.device import Close, DeviceMessage, Open, Step, StepDone, Steps
 from jitllm.engine import Finish, Outputs, Request
 from jitllm.schedule.step import SpanOutputs, SpanResult
 from tests.actors.null_device import NullDevice

@@ -17,18 +17,16 @@ from actors.local import Runtime
 from actors.mailbox import Stopped
 from actors.manager import NAME, Manager
 from actors.member import Member, lookup
-from actors.messages import (
-    Drain,
+from actors.messages.manager import (
     Health,
     Join,
     Listed,
     ModelsRequest,
     Neighbour,
     NodesRequest,
-    SchedulerStats,
-    SchedulerStatsRequest,
     Working,
 )
+from actors.messages.scheduler import Drain, SchedulerStats, SchedulerStatsRequest
 from jitllm.config import EngineConfig, Probe, resolve
 from jitllm.devices.choose import AvailableDevice
 from jitllm.engine import MoveTotals

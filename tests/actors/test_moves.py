@@ -19,7 +19,7 @@ import pytest
 
 import actors.relocate
 from actors.mailbox import Lost, Stopped
-from actors.messages import (
+from actors.messages.device import (
     Abandon,
     Adopt,
     Bring,
@@ -32,11 +32,11 @@ from actors.messages import (
     Own,
     Pack,
     Prepare,
-    SchedulerStatsRequest,
     Step,
     Steps,
     Unpack,
 )
+from actors.messages.scheduler import SchedulerStatsRequest
 from actors.relocate import PARCEL_BYTES
 from jitllm.engine import Delta, Finish, Moved, Request
 from jitllm.errors import JitllmError, PlacementError

@@ -16,14 +16,14 @@ import pytest
 from actors.actor import Actor
 from actors.local import LocalRef, Runtime
 from actors.mailbox import Stopped
-from actors.messages import (
+from actors.messages.device import Recall
+from actors.messages.pager import (
     Acquire,
     Forget,
     Lease,
     Locate,
     PagerStats,
     PagerStatsRequest,
-    Recall,
     Release,
     Reserve,
     SetBudget,
@@ -431,7 +431,8 @@ async def test_auto_follows_the_times(
     expected: bool,
 ) -> None:
     clock = _Clock()
-    monkeypatch.setattr("actors.pager.perf_counter", clock)
+    for module in ("pager", "leases", "reads"):
+        monkeypatch.setattr(f"actors.{module}.perf_counter", clock)
     real = Reader.read
 
     def read(self: Reader, *args: Any) -> None:

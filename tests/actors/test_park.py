@@ -15,19 +15,19 @@ import pytest
 from actors.client import Client
 from actors.local import LocalRef
 from actors.mailbox import Lost, Stopped
-from actors.messages import (
+from actors.messages.device import (
     Close,
     DeviceMessage,
     Open,
     Pack,
     Parcel,
     Piece,
-    Reserve,
     Restore,
-    SchedulerStatsRequest,
     Step,
     Unpacked,
 )
+from actors.messages.pager import Reserve
+from actors.messages.scheduler import SchedulerStatsRequest
 from actors.park import Parker
 from jitllm.engine import Delta, Finish, ParkedIn, Priority, Request, SequenceState
 from jitllm.errors import Draining, JitllmError, UnknownSession

@@ -12,7 +12,8 @@ import pytest
 
 from actors.actor import Actor
 from actors.local import LocalRef, Runtime
-from actors.messages import Acquire, Forget, Lease, Lend, Place, Recall, Release, Reserve, SetBudget
+from actors.messages.device import Recall
+from actors.messages.pager import Acquire, Forget, Lease, Lend, Place, Release, Reserve, SetBudget
 from jitllm.errors import JitllmError, PageError
 from tests.actors import containers
 from tests.actors.containers import FakeContainer

@@ -15,19 +15,9 @@ import pytest
 from actors.client import Client
 from actors.local import LocalRef
 from actors.mailbox import Lost
-from actors.messages import (
-    Close,
-    Open,
-    Pack,
-    Parcel,
-    Reserve,
-    Restore,
-    SchedulerStats,
-    SchedulerStatsRequest,
-    Step,
-    StepDone,
-    Unpacked,
-)
+from actors.messages.device import Close, Open, Pack, Parcel, Restore, Step, StepDone, Unpacked
+from actors.messages.pager import Reserve
+from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
 from jitllm.engine import Finish, Request
 from jitllm.memory.prefix_file import PrefixKind, decode
 from jitllm.memory.prefix_store import PrefixFolder

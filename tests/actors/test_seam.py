@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.mailbox import Stopped
-from actors.messages import (
+from actors.messages.device import (
     Abandon,
     Adopt,
     Bring,
@@ -22,12 +22,11 @@ from actors.messages import (
     Open,
     Pack,
     Prepare,
-    SchedulerStats,
-    SchedulerStatsRequest,
     Step,
     Steps,
     Unpack,
 )
+from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
 from actors.relocate import Mover
 from jitllm.engine import Delta, Finish, Moved, Request
 from jitllm.errors import JitllmError, OutOfPages

@@ -15,10 +15,11 @@ import pytest
 
 from actors import transport
 from actors.actor import Actor, Message
+from actors.caller import Caller
 from actors.carry import Carrier
 from actors.local import Runtime
 from actors.parts import Parts
-from actors.transport import Caller, Door
+from actors.transport import Door
 
 NUM_PARTS = 400
 

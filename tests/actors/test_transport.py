@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from actors import transport
 from actors.actor import Ref
+from actors.caller import Caller
 from actors.carry import MAX_FRAME_BYTES, Carrier, Frame, Frames, Kind, pack
 from actors.local import LocalRef, Runtime
 from actors.mailbox import Lost, Stopped
-from actors.transport import Caller, Door, Session
+from actors.session import Session
+from actors.transport import Door
 from jitllm.errors import PageError
 from tests.cluster.example import (
     Echo,
@@ -191,8 +193,8 @@ async def test_nobody_behind_the_door_is_an_error() -> None:
 
 
 async def test_a_peer_that_does_not_move_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "PING_S", 0.01)
-    monkeypatch.setattr(transport, "DEADLINE_S", 0.05)
+    monkeypatch.setattr("actors.caller.PING_S", 0.01)
+    monkeypatch.setattr("actors.caller.DEADLINE_S", 0.05)
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind("\0jitllm-test-deaf")
         deaf.listen()
@@ -205,8 +207,8 @@ async def test_a_peer_that_does_not_move_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_slow_handler_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "PING_S", 0.02)
-    monkeypatch.setattr(transport, "DEADLINE_S", 0.1)
+    monkeypatch.setattr("actors.caller.PING_S", 0.02)
+    monkeypatch.setattr("actors.caller.DEADLINE_S", 0.1)
     async with called() as (caller, _, _):
         await caller.ask(Hold(0.5))
 
@@ -358,8 +360,8 @@ async def test_who_follows_learns_that_the_actor_has_stopped() -> None:
 
 
 async def test_silence_between_two_parts_is_not_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "PING_S", 0.02)
-    monkeypatch.setattr(transport, "DEADLINE_S", 0.1)
+    monkeypatch.setattr("actors.caller.PING_S", 0.02)
+    monkeypatch.setattr("actors.caller.DEADLINE_S", 0.1)
     async with called() as (caller, ref, _):
         parts = caller.follow(Give((0,), outcome="stays"))
         assert await anext(parts) == 0
@@ -373,8 +375,8 @@ async def test_silence_between_two_parts_is_not_death(monkeypatch: pytest.Monkey
 async def test_a_peer_that_does_not_move_is_given_up_by_who_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transport, "PING_S", 0.01)
-    monkeypatch.setattr(transport, "DEADLINE_S", 0.05)
+    monkeypatch.setattr("actors.caller.PING_S", 0.01)
+    monkeypatch.setattr("actors.caller.DEADLINE_S", 0.05)
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind("\0jitllm-test-mute")
         deaf.listen()

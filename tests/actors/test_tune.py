@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.messages import SchedulerStats, SchedulerStatsRequest, Step
+from actors.messages.device import Step
+from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
 from jitllm.engine import Request
 from jitllm.schedule.seam_trial import SeamTrial, judge, seams
 from tests.actors.movable_device import A, B, MovableDevice, moving, reply_to
@@ -40,7 +41,7 @@ async def tuned(
     """After so many replies that nothing is tried any more."""
     machine = Machine(seconds, noise)
     clock = SimpleNamespace(perf_counter=lambda: machine.now_s)
-    monkeypatch.setattr("actors.scheduler.time", clock)
+    monkeypatch.setattr("actors.stepper.time", clock)
     async with moving(placement="1111", with_memory=[CARD], tunes=True, page_tokens=0) as scene:
         for device in scene.devices.values():
             device.on_step = machine.on_step
@@ -91,7 +92,7 @@ async def test_what_cannot_be_told_from_noise_goes_back(monkeypatch: pytest.Monk
 async def test_whoever_moves_blocks_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine({A: 0.1, CARD: 0.3}, lambda: 1.0)
     clock = SimpleNamespace(perf_counter=lambda: machine.now_s)
-    monkeypatch.setattr("actors.scheduler.time", clock)
+    monkeypatch.setattr("actors.stepper.time", clock)
     async with moving(placement="1111", with_memory=[CARD], tunes=True, page_tokens=0) as scene:
         for device in scene.devices.values():
             device.on_step = machine.on_step

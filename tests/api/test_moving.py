@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import jitllm
-from actors.messages import Adopt, Bring, Hand, Missing, Pack, Prepare, Unpack
+from actors.messages.device import Adopt, Bring, Hand, Missing, Pack, Prepare, Unpack
 from jitllm.api.app import create_app
 from jitllm.api.service import Limits
 from jitllm.config import EngineConfig

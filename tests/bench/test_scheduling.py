@@ -12,7 +12,7 @@ import pytest
 
 from actors.client import Client
 from actors.local import Runtime
-from actors.messages import Step, StepDone
+from actors.messages.device import Step, StepDone
 from actors.route import Site
 from actors.scheduler import Scheduler
 from jitllm.engine import Delta, Engine, Request

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from actors.messages import Health, Listed, Neighbour, NodeListed, Working
+from actors.messages.manager import Health, Listed, Neighbour, NodeListed, Working
 from jitllm.api.models import Load
 from jitllm.cli.daemon.main import VERBS, main
 from jitllm.cli.daemon.shelf import Shelf, shares

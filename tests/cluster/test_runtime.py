@@ -12,12 +12,12 @@ import ray
 from ray.util import list_named_actors
 
 import actors.ray
-from actors import transport
 from actors.carry import Carrier, Kind, pack
 from actors.cluster import Cluster
+from actors.far import RayGuest
 from actors.local import Runtime
 from actors.mailbox import Lost, Stopped
-from actors.ray import RayRuntime, _RayGuest
+from actors.ray import RayRuntime
 from jitllm.errors import JitllmError, PageError, UsageError
 from tests.cluster.example import (
     Echo,
@@ -148,13 +148,13 @@ async def test_who_follows_learns_of_a_death(runtime: RayRuntime, distance: str)
 async def test_a_follower_that_is_gone_with_its_node_is_missed(
     leaves: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "PING_S", 0.01)
-    monkeypatch.setattr(transport, "DEADLINE_S", 0.05)
+    monkeypatch.setattr("actors.caller.PING_S", 0.01)
+    monkeypatch.setattr("actors.caller.DEADLINE_S", 0.05)
     message = Give(() if leaves == "before the first part" else (0,), outcome="stays")
     async with Runtime() as there:
         ref = await there.spawn(Example(), "example")
         carrier = Carrier(there.ref)
-        guest = _RayGuest(ref, carrier)
+        guest = RayGuest(ref, carrier)
         answer = await guest.take(0, pack(Kind.FOLLOW, 1, carrier.dump(message)))
         for _ in range(20):  # who comes back in time is waited for, however long it takes
             assert await ref.ask(Taken()) == ()

@@ -14,7 +14,7 @@ import pytest
 
 from actors.device import Device
 from actors.mailbox import Lost, Stopped
-from actors.messages import Adopt, Bring, Hand, Open, Own, Pack, Prepare, Step, Steps, Unpack
+from actors.messages.device import Adopt, Bring, Hand, Open, Own, Pack, Prepare, Step, Steps, Unpack
 from jitllm.compose import Loaded
 from jitllm.engine import Engine, Request, Sampling
 from jitllm.errors import JitllmError

@@ -59,18 +59,18 @@ async def check_nothing_is_held(loaded: Loaded) -> None:
     site = engine._sites["cpu:0"]
     pager, device, scheduler = (actor(ref) for ref in (site.pager, site.device, engine._scheduler))
     async with asyncio.timeout(60):
-        while scheduler._replies:  # a cancelled request ends between two steps
+        while scheduler._queues.replies:  # a cancelled request ends between two steps
             await engine.stats()
     stats = await engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
-    assert pager._leases == {}
+    assert len(pager._leases) == 0
     assert sum(pager._residency._pins.values()) + sum(pager._residency._kept.values()) == 0
     assert not [name for name in pager._frames.reservations if "kv" in name]
     pager._residency.check()
-    assert device._seats == {}
+    assert len(device._seats) == 0
     assert device._pages.num_free == device._pages.capacity
     device._pages.check()
-    assert scheduler._cancelled == set()
+    assert scheduler._queues.cancelled == set()
     assert stats.kv_bytes == 0
 
 

@@ -163,7 +163,7 @@ async def one_state(engine: Engine, name: str) -> Any:
 
 async def pages_of(engine: Any, sequence: int) -> bytes:
     """Keys and values of the first 40 positions of a sequence, as they lie in its pages."""
-    from actors.messages import Pack, Piece
+    from actors.messages.device import Pack, Piece
 
     placement = (await engine.stats()).placement
     found = b""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.messages import Close, Open, Own, Pack, Restore, Step
+from actors.messages.device import Close, Open, Own, Pack, Restore, Step
 from jitllm.compose import Loaded
 from jitllm.engine import Engine, EngineStats, ParkedIn, Request, Sampling, SequenceState
 from tests.conftest import TinyModel

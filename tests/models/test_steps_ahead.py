@@ -13,17 +13,8 @@ from typing import Any, cast
 import pytest
 
 from actors.decode import results
-from actors.messages import (
-    Close,
-    Open,
-    Opened,
-    Recall,
-    SchedulerStats,
-    SchedulerStatsRequest,
-    Shrink,
-    Step,
-    Steps,
-)
+from actors.messages.device import Close, Open, Opened, Recall, Shrink, Step, Steps
+from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
 from actors.parts import Parts
 from jitllm.compose import Loaded
 from jitllm.devices.host import HostProgram
@@ -161,7 +152,7 @@ async def test_a_stop_id_ends_it(model: Path, native: Native) -> None:
 def flight(loaded: Loaded) -> Any:
     """What the device computes at the moment, if that may be followed at once."""
     engine: Any = loaded.engine
-    return engine._sites["cpu:0"].device._cell._actor._flight
+    return engine._sites["cpu:0"].device._cell._actor._compute._flight
 
 
 async def until(is_so: Callable[[], bool]) -> None:

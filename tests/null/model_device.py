@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from actors.mailbox import Lost
-from actors.messages import (
+from actors.messages.device import (
     Abandon,
     Adopt,
     Close,

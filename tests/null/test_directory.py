@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.directory import Directory
-from actors.messages import Claim, Health, Listed, Neighbour, Working
+from actors.messages.manager import Claim, Health, Listed, Neighbour, Working
 from jitllm.devices.choose import AvailableDevice
 from jitllm.errors import JitllmError, UsageError
 from jitllm.memory.host import HostReport

@@ -9,30 +9,35 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from actors import messages
 from actors.actor import Message
+from actors.messages import device, manager, pager, scheduler
 from actors.parts import Parts
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "messages.md").read_text()
+MODULES = (scheduler, device, pager, manager)
 RECEIVERS = {
-    "scheduler": messages.SchedulerMessage,
-    "device": messages.DeviceMessage,
-    "pager": messages.PagerMessage,
-    "manager": messages.ManagerMessage,
+    "scheduler": scheduler.SchedulerMessage,
+    "device": device.DeviceMessage,
+    "pager": pager.PagerMessage,
+    "manager": manager.ManagerMessage,
 }
 SENDERS = {"client": "client", "scheduler": "scheduler", "device": "device", "pager": "pager"}
 SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks for what it needs
-SENDERS |= {"experts": "pager", "mixtures": "device"}  # parts of them
+SENDERS |= {"experts": "pager", "leases": "pager", "mixtures": "device"}  # parts of them
+SENDERS |= {"compute": "device", "seats": "device", "parcels": "device", "outbox": "device"}
 SENDERS |= {"supply": "device", "copied_weights": "device", "vulkan_recipe": "device"}
 SENDERS |= {"member": "member", "manager": "manager"}
 SENDERS |= {"route": "scheduler", "relocate": "scheduler"}  # parts of it
 SENDERS |= {name: "scheduler" for name in ("park", "charge", "remember")}
-ALL = {
+SENDERS |= {name: "scheduler" for name in ("admission", "departures", "stepper")}
+KINDS = [
     kind
-    for kind in vars(messages).values()
-    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
-}
+    for module in MODULES
+    for kind in vars(module).values()
+    if isinstance(kind, type) and kind.__module__ == module.__name__
+]
+ALL = {kind for kind in KINDS if issubclass(kind, Message)}
 
 
 def rows(receiver: str) -> dict[str, tuple[set[str], set[str]]]:
@@ -85,10 +90,12 @@ def test_senders_are_those_whose_code_makes_the_message() -> None:
     assert told == made_by()
 
 
-def test_everything_in_the_module_is_named() -> None:
-    kinds = [
-        name
-        for name, kind in vars(messages).items()
-        if isinstance(kind, type) and kind.__module__ == messages.__name__
-    ]
-    assert [name for name in kinds if not re.search(rf"\b{name}\b", TEXT)] == []
+@pytest.mark.parametrize("receiver", RECEIVERS)
+def test_every_message_is_in_the_module_of_its_receiver(receiver: str) -> None:
+    modules = {kind.__module__ for kind in get_args(RECEIVERS[receiver])}
+    assert modules == {f"actors.messages.{receiver}"}
+
+
+def test_everything_in_the_modules_is_named() -> None:
+    names = [kind.__name__ for kind in KINDS]
+    assert [name for name in names if not re.search(rf"\b{name}\b", TEXT)] == []

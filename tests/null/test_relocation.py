@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from actors.mailbox import Lost
-from actors.messages import (
+from actors.messages.device import (
     Abandon,
     Adopt,
     Close,
