@@ -71,13 +71,12 @@ class Admission:
         self._budget = budget
         self._page_tokens = page_tokens
         self._falls_back = falls_back
-        self._refused_tokens: int | None = None
         self._refused: _Refusal | None = None
         self._slices_from = 0  # the step from which on sequences make way again, after a failure
 
     def retry(self) -> None:
         """There may be room for those that were refused."""
-        self._refused_tokens = None
+        self._queues.refused_tokens = None
 
     async def admit(self) -> OutOfPages | None:
         """Give seats to whoever there is room for; what there is no memory for, though nothing
@@ -89,13 +88,13 @@ class Admission:
             or not self._queues.running
             or self._victims()
         ):
-            self._refused_tokens = None
+            self._queues.refused_tokens = None
         while sequence := plan.next_admission(
             self._queues.waiting,
             self._queues.running,
             self._budget,
             self._page_tokens,
-            self._refused_tokens,
+            self._queues.refused_tokens,
             self._fairness.urgency,
         ):
             try:
@@ -115,10 +114,10 @@ class Admission:
                     sequence.num_computed -= 1  # its last token still goes through the head
                     await self._stepper.step(plan.spans([sequence], self._budget), hidden)
                 continue
-            if self._refused_tokens is None:  # others need less, and may still be let in
+            if self._queues.refused_tokens is None:  # others need less, and may still be let in
                 self._refused = _Refusal(sequence, opened)
             if not await self._make_way():
-                self._refused_tokens = sequence.promised_tokens
+                self._queues.refused_tokens = sequence.promised_tokens
         return None
 
     async def _seat(self, sequence: Sequence) -> Opened | Refused:

@@ -27,6 +27,8 @@ class Queues:
         """Parked, until somebody wants them to go on."""
         self.cancelled: set[int] = set()
         """Whose clients have gone."""
+        self.refused_tokens: int | None = None
+        """The least that there was no room for; who waits and needs as much waits on."""
 
     def add(self, reply: Reply) -> None:
         """A request has come. It waits, or is held where others of its name are."""

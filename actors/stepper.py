@@ -58,10 +58,13 @@ class Stepper:
 
     def plan(self) -> tuple[Span, ...]:
         """The rows of the next step."""
-        num_replies = sum(sequence.is_replying for sequence in self._queues.running)
-        others_wait = len(self._queues.running) + len(self._queues.waiting) > 1
-        prompt_tokens = self.pace.prompt_tokens(num_replies, others_wait)
-        return plan.spans(self._queues.running, self._budget, prompt_tokens)
+        queues = self._queues
+        num_replies = sum(sequence.is_replying for sequence in queues.running)
+        num_newcomers = plan.num_newcomers(
+            queues.waiting, queues.running, self._budget, queues.refused_tokens
+        )
+        prompt_tokens = self.pace.prompt_tokens(num_replies, num_newcomers)
+        return plan.spans(queues.running, self._budget, prompt_tokens)
 
     async def step(self, spans: tuple[Span, ...], hidden: bytes | None = None) -> OutOfPages | None:
         """Compute a step, and those that go on from it; what there was no memory for.

@@ -5,8 +5,12 @@ bites cost less than many small ones, most gaps between tokens stay as they are,
 takes without prompts is always known. What tokens cost is not modelled, because it is no line
 (kernels compute rows in groups, disks are read in the meantime): the number of tokens is raised a
 little after a step that was fast enough and lowered a little after one that was not, which finds
-the number whose median step is just fast enough, however noisy the machine. Knows counts and
-seconds. Reads no clock.
+the number whose median step is just fast enough, however noisy the machine.
+
+All that is for replies that a newcomer slows down. Where several wait for their first token, and
+there are at most twice as many replies as they, prompts go ahead: replies take part in steps that
+are as long as if there were none. Throttled, they would keep the many from starting for the sake of
+the few, and compute the few alone, at the price of all. Knows counts and seconds. Reads no clock.
 """
 
 from __future__ import annotations
@@ -19,13 +23,17 @@ COST = 2.2
 gap should reach, because a machine stalls for a moment now and then."""
 
 MAX_STEP_S = 0.05
-"""What a step may take while nobody is in the middle of a reply and someone waits for the next."""
+"""What a step may take while prompts go ahead, or nobody is in the middle of a reply, and someone
+waits for the next."""
 
 FIRST_TOKENS = 8
 """Prompt tokens beside replies before anything is known."""
 
 FIRST_ALONE_TOKENS = 128
 """Prompt tokens without replies, while someone waits, before anything is known."""
+
+REPLIES_PER_NEWCOMER = 2
+"""Replies that two or more newcomers go ahead of, for each of them."""
 
 MIN_TOKENS = 4
 """Fewest prompt tokens beside replies: a prompt always moves on."""
@@ -51,6 +59,7 @@ class Pace:
         self._plain_s: deque[float] = deque(maxlen=_NUM_PLAIN)
         self._num_bites = 0
         self._owed = 0  # steps without prompts, to those in the middle of a reply
+        self._is_ahead = False  # whether the prompts of the last step went ahead of replies
         self._beside = min(float(FIRST_TOKENS), max_tokens)
         self._alone = min(float(FIRST_ALONE_TOKENS), max_tokens)
 
@@ -59,12 +68,12 @@ class Pace:
         if not prompt_tokens:
             self._plain_s.append(seconds)
             self._owed = max(self._owed - 1, 0)
-        elif num_replies:
+        elif num_replies and not self._is_ahead:
             self._num_bites += 1
             self._owed = 1 + self._num_bites % 2
             self._observe_beside(num_replies, prompt_tokens, seconds)
         else:
-            # Without replies most of the time goes to the tokens: go straight there.
+            # Most of the time goes to the tokens of prompts: go straight there.
             factor = min(max(MAX_STEP_S / seconds, 0.5), 2.0)
             if factor < 1 or prompt_tokens >= self._without_replies():
                 self._alone = min(max(prompt_tokens * factor, 1.0), self._max_tokens)
@@ -88,17 +97,18 @@ class Pace:
         """Whether a step without prompts takes no time that someone new would mind."""
         return bool(self._plain_s) and median(self._plain_s) <= MAX_STEP_S
 
-    def prompt_tokens(self, num_replies: int, others_wait: bool) -> int:
+    def prompt_tokens(self, num_replies: int, num_newcomers: int) -> int:
         """Most prompt tokens of the next step.
 
-        num_replies: rows that are in the middle of a reply. others_wait: someone besides the first
-        prompt would like to be computed.
+        num_replies: rows that are in the middle of a reply. num_newcomers: who waits for a first
+        token, and has a row or could.
         """
-        if num_replies:
+        self._is_ahead = num_newcomers > 1 and REPLIES_PER_NEWCOMER * num_newcomers >= num_replies
+        if num_replies and not self._is_ahead:
             if not self._plain_s or self._owed:
                 return 0
             return self._beside_replies(num_replies)
-        return self._without_replies() if others_wait else self._max_tokens
+        return self._without_replies() if num_newcomers > 1 else self._max_tokens
 
     def _beside_replies(self, num_replies: int) -> int:
         rows = int(self._beside) + num_replies

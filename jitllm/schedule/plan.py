@@ -72,6 +72,18 @@ def has_room(waiting: Seq[Sequence], running: Seq[Sequence], budget: Budget, que
     return queue < 0 or len(waiting) < queue + rows
 
 
+def num_newcomers(
+    waiting: Seq[Sequence],
+    running: Seq[Sequence],
+    budget: Budget,
+    refused_tokens: int | None = None,
+) -> int:
+    """How many wait for their first token, and have a row or could: there is one, and room."""
+    could = sum(refused_tokens is None or s.promised_tokens < refused_tokens for s in waiting)
+    num_prompts = sum(not sequence.is_replying for sequence in running)
+    return num_prompts + min(could, max(budget.rows - len(running), 0))
+
+
 def spans(
     running: Seq[Sequence], budget: Budget, prompt_tokens: int | None = None
 ) -> tuple[Span, ...]:

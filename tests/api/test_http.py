@@ -62,6 +62,29 @@ async def test_a_head_that_is_too_large_is_refused(port: int, end: bytes) -> Non
     await writer.wait_closed()
 
 
+@pytest.mark.parametrize("cut", [0, 1, 60, 200, 240])
+async def test_who_offers_another_protocol_is_answered_in_this_one(port: int, cut: int) -> None:
+    """As `curl --http2` does, in whatever pieces it comes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = b'{"model": "fake", "prompt": "a b c", "max_tokens": 2}'
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        "Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    whole = head.encode() + body
+    for part in (whole[:cut], whole[cut:]):
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+    async with asyncio.timeout(10):
+        status = int((await reader.readline()).split()[1])
+        answer = await reader.readuntil(b"text_completion")
+    assert status == 200, answer
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_a_server_that_cannot_start_says_why(app: FastAPI) -> None:
     server = HttpServer(app, 1)
 
