@@ -111,9 +111,10 @@ def chat_of(header: Header, tokenizer: Tokenizer) -> ChatTemplate | None:
 def resolve_config(config: EngineConfig) -> ResolvedConfig:
     """`config` with every "auto" decided for this machine."""
     memory = probe_memory()
-    tiers = tuple(tier.name for tier in reversed(available()))
-    if config.tier != "auto":
-        choose(config.tier)  # says why, when this machine cannot
+    if config.tier == "auto":
+        tiers = tuple(tier.name for tier in reversed(available()))
+    else:
+        tiers = (choose(config.tier).name,)  # says why, when this machine cannot
     probe = Probe(num_cores=default_threads(), memory_bytes=memory.memory_bytes, tiers=tiers)
     return resolve(config, probe)
 

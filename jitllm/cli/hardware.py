@@ -77,7 +77,12 @@ def _probe() -> dict[str, Any]:
         "cpu": tiers.cpu_name(),
         "tier": tiers.choose().name,
         "tiers": [
-            {"name": tier.name, "missing": list(tiers.missing(tier))} for tier in tiers.TIERS
+            {
+                "name": tier.name,
+                "missing": list(tiers.missing(tier)),
+                "obstacle": tiers.obstacle(tier),
+            }
+            for tier in tiers.TIERS
         ],
         "cores": _count_cores(),
         "devices": _devices(vulkan.devices),
@@ -145,8 +150,8 @@ def _cores(cores: dict[str, Any]) -> str:
 
 
 def _why(tier: dict[str, Any], chosen: str) -> str:
-    if tier["missing"]:
-        return f"no: the processor lacks {', '.join(tier['missing'])}"
+    if tier["obstacle"]:
+        return f"no: {tier['obstacle']}"
     return "yes, and the one that is used" if tier["name"] == chosen else "yes"
 
 

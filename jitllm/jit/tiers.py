@@ -25,6 +25,7 @@ class Tier:
     f16c: half floats are converted by an instruction.
     vector_registers: how many 16-lane f32 values fit in registers; sizes unrolled row blocks.
     machine: what its code is for, as `platform.machine()` says it; "" is the one in front of us.
+    has_amx: many rows are multiplied in tile registers (`amx.py`).
     """
 
     name: str
@@ -34,11 +35,21 @@ class Tier:
     f16c: bool
     vector_registers: int
     machine: str = ""
+    has_amx: bool = False
 
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi", "bmi2", "popcnt", "lzcnt")
 _AVX2_NEEDS = ("avx2", "fma", "f16c", "bmi1", "bmi2", "popcnt", "abm")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512vnni")
+_AVX512_NEEDS = (
+    *_AVX2_NEEDS,
+    "avx512f",
+    "avx512bw",
+    "avx512dq",
+    "avx512vl",
+    "avx512cd",
+    "avx512_vnni",
+)
 
 PLAIN = Tier("plain", (), (), "generic", f16c=False, vector_registers=4)
 NEON = Tier(
@@ -66,15 +77,25 @@ AVX2_VNNI = Tier(
 AVX512_VNNI = Tier(
     "avx512-vnni",
     _AVX512,
-    (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"),
+    _AVX512_NEEDS,
     "vnni512",
     f16c=True,
     vector_registers=32,
     machine="x86_64",
 )
+AVX512_AMX = Tier(
+    "avx512-amx",
+    (*_AVX512, "amx-tile", "amx-int8"),
+    (*_AVX512_NEEDS, "amx_tile", "amx_int8"),
+    "vnni512",
+    f16c=True,
+    vector_registers=32,
+    machine="x86_64",
+    has_amx=True,
+)
 
-TIERS = (PLAIN, NEON, NEON_DOTPROD, AVX2, AVX2_VNNI, AVX512_VNNI)
-"""Slowest first, Arm's before x86's; `auto` takes the last one that the processor has."""
+TIERS = (PLAIN, NEON, NEON_DOTPROD, AVX2, AVX2_VNNI, AVX512_VNNI, AVX512_AMX)
+"""Slowest first, Arm's before x86's; `auto` takes the last one that can be used."""
 
 
 @cache
@@ -104,13 +125,28 @@ def cpu_name() -> str:
 
 
 def missing(tier: Tier) -> tuple[str, ...]:
-    """Processor flags that a tier needs and that are not there; empty when it can run."""
+    """Processor flags that a tier needs and that are not there."""
     return tuple(flag for flag in tier.needs if flag not in cpu_flags())
 
 
+def obstacle(tier: Tier) -> str:
+    """Why a tier cannot be used here; empty when it can.
+
+    Of one with AMX this asks the system for its registers, which every process has to before it
+    uses them, and on a processor's first use tries it in another process: that takes seconds.
+    """
+    if absent := missing(tier):
+        return f"the processor lacks {', '.join(absent)}"
+    if tier.has_amx:
+        from jitllm.jit import trial  # it compiles kernels, and the compiler knows tiers
+
+        return trial.obstacle()
+    return ""
+
+
 def available() -> tuple[Tier, ...]:
-    """Tiers that this processor can run, slowest first."""
-    return tuple(tier for tier in TIERS if not missing(tier))
+    """Tiers that can be used here, slowest first."""
+    return tuple(tier for tier in TIERS if not obstacle(tier))
 
 
 def named(name: str) -> Tier:
@@ -124,14 +160,14 @@ def named(name: str) -> Tier:
 def choose(name: str = "auto") -> Tier:
     """The tier of that name, or the fastest one for "auto".
 
-    Raises UsageError for an unknown name or a tier that this processor lacks.
+    Raises UsageError for an unknown name or a tier that cannot be used here.
     """
     if name == "auto":
         return available()[-1]
     tier = named(name)
-    if absent := missing(tier):
+    if why := obstacle(tier):
         raise UsageError(
-            f"tier {name} needs {', '.join(absent)}, which this processor lacks; "
-            f"it can run: {', '.join(t.name for t in available())}"
+            f"tier {name} cannot be used: {why}",
+            f"choose auto or {', '.join(t.name for t in available())}",
         )
     return tier

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jitllm.jit.tiers import TIERS
 from jitllm.kernels.dispatch import Dispatch
 from jitllm.kernels.embed import Embed
 from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.gpu import Bucket, Traits
 from jitllm.kernels.layout import FORMATS, GROUP, TILE_ROWS, Format
 from jitllm.kernels.matmul import MatMul
+from jitllm.kernels.matmul.amx import BLOCK_ROWS
 from jitllm.kernels.op import Buffer, Const, Element, Op, Weight
 
 _FOLDER = Path(__file__).resolve().parent
@@ -43,6 +45,13 @@ makes a difference). They share their arithmetic: a row has the same bits in any
 {formats}
 
 Keys and values are f16 or f32 (`-kv-type`), on every kind of device.
+
+## Instruction sets of CPUs
+
+`auto` takes the last one that can be used; `-tier` takes another one. All of them compute the same
+bits. `jitllm hardware` lists what can be used here, and why the others cannot.
+
+{tiers}
 """
 
 
@@ -89,12 +98,22 @@ WITH_WEIGHTS: dict[str, Callable[[Weight, Buffer], Op]] = {
 }
 """The ops that read matrices of weights, made of one and of activations for it."""
 
+_BYTES = {
+    "generic": "plain integers",
+    "smull": "`smull`",
+    "sdot": "`sdot`",
+    "maddubs": "`vpmaddubsw`",
+    "vnni256": "`vpdpbusd`",
+    "vnni512": "`vpdpbusd`, 512 bits at once",
+}
+"""How a tier's `dot` is called in assembly."""
+
 _BUCKETS = tuple(Bucket(1 << i, 1) for i in range(10))
 
 
 def describe() -> str:
     """The text of `docs/kernels.md`."""
-    return _PAGE.format(ops=_ops(), formats=_formats(), group=GROUP)
+    return _PAGE.format(ops=_ops(), formats=_formats(), group=GROUP, tiers=_tiers())
 
 
 def num_kernels(op: str, format: Format) -> tuple[int, int]:
@@ -137,6 +156,16 @@ def _formats() -> str:
         )
     head = ["format", "bits a weight", "weights with one scale", "activations"]
     return _table([*head, *(f"`{op}`" for op in WITH_WEIGHTS)], rows)
+
+
+def _tiers() -> str:
+    rows = []
+    for tier in TIERS:
+        how = _BYTES[tier.dot]
+        if tier.has_amx:
+            how = f"`tdpbssd` where {BLOCK_ROWS} rows or more are multiplied, else {how}"
+        rows.append([f"`{tier.name}`", ", ".join(tier.needs) or "-", how])
+    return _table(["tier", "flags of the processor", "bytes are multiplied by"], rows)
 
 
 def _bits(format: Format) -> float:

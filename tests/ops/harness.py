@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from jitllm.jit import tiers
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.cpu import Compiler, native
 from jitllm.jit.emit import Kernel
@@ -36,6 +37,7 @@ from jitllm.kernels.op import (
     Op,
     Weight,
 )
+from tests.ops.amx_twin import TWIN, TwinCompiler
 from tests.ops.arena import ARENA, shared
 from tests.ops.emulator import CPUS, Call, Emulator, emulator, lacking
 
@@ -45,9 +47,9 @@ _COMPILERS: dict[Tier, Compiler] = {}
 
 def obstacle(tier: Tier) -> str:
     """Why a tier cannot run here, or nothing."""
-    if not (flags := missing(tier)):
-        return ""
-    return lacking() if tier.name in CPUS else f"the processor lacks {', '.join(flags)}"
+    if missing(tier) and tier.name in CPUS:
+        return lacking()
+    return tiers.obstacle(tier)
 
 
 RUNNABLE = tuple(tier for tier in TIERS if not obstacle(tier))
@@ -61,6 +63,10 @@ HERE = [
 ]
 """Every tier, to be skipped where it cannot run."""
 
+PRODUCTS_RUNNABLE = (*RUNNABLE, TWIN)
+PRODUCTS_HERE = [*HERE, pytest.param(TWIN, id=TWIN.name)]
+"""For matrix products, AMX's way with many rows besides."""
+
 
 def calls(tier: Tier, specs: Iterable[KernelSpec]) -> dict[KernelSpec, Call]:
     """Kernels as functions."""
@@ -73,7 +79,8 @@ def calls(tier: Tier, specs: Iterable[KernelSpec]) -> dict[KernelSpec, Call]:
 def compiler(tier: Tier) -> Compiler:
     """One compiler a tier for the whole test session, with the user's cache."""
     if tier not in _COMPILERS:
-        _COMPILERS[tier] = Compiler(tier, ObjectCache(default_directory()))
+        kept = ObjectCache(default_directory())
+        _COMPILERS[tier] = TwinCompiler() if tier == TWIN else Compiler(tier, kept)
     return _COMPILERS[tier]
 
 

@@ -84,6 +84,8 @@ def test_an_entry_that_goes_while_it_is_counted_has_no_size(
 FLAGS = {
     "avxvnni": "avx_vnni",
     "avx512vnni": "avx512_vnni",
+    "amx-tile": "amx_tile",
+    "amx-int8": "amx_int8",
     "bmi": "bmi1",
     "lzcnt": "abm",
     "neon": "asimd",

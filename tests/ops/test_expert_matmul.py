@@ -18,7 +18,7 @@ from jitllm.kernels.matmul import MatMul
 from jitllm.kernels.matmul.reference import random_tiles
 from jitllm.kernels.op import Buffer, Element, Op, Weight
 from jitllm.kernels.quantize.reference import quantize
-from tests.ops.harness import HERE, RUNNABLE, Rig
+from tests.ops.harness import PRODUCTS_HERE, PRODUCTS_RUNNABLE, Rig
 
 F32s = NDArray[np.float32]
 
@@ -120,11 +120,11 @@ def test_every_tier_gives_the_reference_and_the_same_bits(case: Case) -> None:
     wanted = expert_matmul(case.format, data.matrices, case.rows, case.cols, rows, data.ids)
     got = run(case, data, PLAIN)
     assert np.abs(got - wanted).max() <= 2e-6 * np.abs(wanted).max()
-    for tier in RUNNABLE[1:]:
+    for tier in PRODUCTS_RUNNABLE[1:]:
         assert run(case, data, tier).tobytes() == got.tobytes(), tier.name
 
 
-@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("tier", PRODUCTS_HERE)
 @pytest.mark.parametrize("format", FORMATS_HERE, ids=lambda f: f.name)
 def test_a_row_is_what_a_plain_product_gives(format: FormatCode, tier: Tier) -> None:
     """Whatever the expert, its other rows and how the work is cut: one arithmetic."""

@@ -21,7 +21,7 @@ from jitllm.kernels.matmul.reference import (
 )
 from jitllm.kernels.op import Buffer, Element, Rows, Weight
 from jitllm.kernels.quantize.reference import quantize
-from tests.ops.harness import HERE, RUNNABLE, Rig
+from tests.ops.harness import PRODUCTS_HERE, PRODUCTS_RUNNABLE, Rig
 
 BIAS = Weight("bias", 0, FormatCode.F32, 0, 0)
 
@@ -139,7 +139,7 @@ def test_every_tier_gives_the_reference_and_the_same_bits(case: Case) -> None:
     plain = run(case, PLAIN, data=data)
     assert np.abs(plain - expected).max() <= 2e-6 * np.abs(expected).max()
     assert (plain == expected).mean() >= 0.99
-    for tier in RUNNABLE[1:]:
+    for tier in PRODUCTS_RUNNABLE[1:]:
         native = run(case, tier, data=data)
         assert (native.view(np.int32) == plain.view(np.int32)).all(), tier.name
 
@@ -156,7 +156,7 @@ def test_product_is_near_exact_arithmetic(format: FormatCode) -> None:
     assert np.sqrt((error**2).mean() / (exact**2).mean()) < allowed
 
 
-@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("tier", PRODUCTS_HERE)
 @pytest.mark.parametrize("format", FormatCode, ids=lambda f: f.name)
 def test_a_row_does_not_depend_on_its_company(format: FormatCode, tier: Tier) -> None:
     """One row alone, in small blocks and among 70 others: the same bits."""
@@ -170,7 +170,7 @@ def test_a_row_does_not_depend_on_its_company(format: FormatCode, tier: Tier) ->
         assert (alone.view(np.int32) == together[start:stop].view(np.int32)).all()
 
 
-@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("tier", PRODUCTS_HERE)
 @pytest.mark.parametrize("tokens", range(1, 19))
 def test_any_number_of_rows_gives_the_same_bits(tokens: int, tier: Tier) -> None:
     """However they are cut into blocks, the last of which may lack a row."""
@@ -182,7 +182,7 @@ def test_any_number_of_rows_gives_the_same_bits(tokens: int, tier: Tier) -> None
     assert (got.view(np.int32) == run(most, tier, data=data)[:tokens].view(np.int32)).all()
 
 
-@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("tier", PRODUCTS_HERE)
 @pytest.mark.parametrize("format", [FormatCode.F16, FormatCode.Q5_0, FormatCode.Q6_K],
                          ids=lambda f: f.name)  # fmt: skip
 @pytest.mark.parametrize("pieces", [2, 3, 11])
@@ -193,7 +193,7 @@ def test_pieces_do_not_matter(format: FormatCode, tier: Tier, pieces: int) -> No
     assert (whole.view(np.int32) == cut.view(np.int32)).all()
 
 
-@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("tier", PRODUCTS_HERE)
 @pytest.mark.parametrize(
     "format", [f for f in FormatCode if FORMATS[f].is_quantized], ids=lambda f: f.name
 )

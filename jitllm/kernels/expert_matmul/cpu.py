@@ -78,3 +78,4 @@ def emit(k: Kernel, *, format: str) -> None:
                 k.store(y, to + tile * WORD_ROW_BYTES)
 
         product.rows(matrix + tile * product.tile_bytes, start, stop, source, write)
+    product.finish()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jitllm.jit.emit import Kernel, Value, Var, f32, f32v, i8, i32, i32v, i64, vec
+from jitllm.jit.emit import Kernel, Value, Var, f32, f32v, i32, i32v, i64
 from jitllm.kernels.layout import (
     ACT_NEG_ISUM,
     ACT_NEG_ISUM_HI,
@@ -30,6 +30,15 @@ from jitllm.kernels.layout import (
     num_tiles,
 )
 from jitllm.kernels.matmul import MatMul
+from jitllm.kernels.matmul.amx import BLOCK_ROWS, AmxProduct
+from jitllm.kernels.matmul.groups import (
+    AHEAD_BYTES,
+    OPERANDS,
+    fetch,
+    scales,
+    super_scales,
+    unpacker,
+)
 from jitllm.kernels.op import PANEL_TOKENS, Count, Ctx, Env, KernelSpec, Launch, Rows, f32_bits
 
 SRC, DST, WEIGHT, BIAS, ADD, SRC_STRIDE, DST_STRIDE = range(7)
@@ -37,21 +46,6 @@ GROUPS, ROWS, TILES, COUNT_WORD, SCALE = range(7, 12)
 """Argument words: addresses (BIAS and ADD may be 0), bytes between rows (ADD's are DST's), groups
 of a row, weight rows, tiles, the word of the step context that counts the activation rows, and the
 bits of the scale."""
-
-_OPERANDS = GROUP // 4
-"""Vectors of 16 x 4 weights in a group."""
-
-_LINE_BYTES = 64
-
-_AHEAD_BYTES = 16 << 10
-"""How far ahead weights are fetched, at most. Out of memory and with 8 rows, 1 KB gives 1.3 to 1.5
-times the rate at which the processor fetches by itself, 4 KB 1.7 to 2.6 times, 16 KB 2.2 to 3.7
-times, and more gives no more; it would be lost where caches are small.
-
-One row reads weights once: they are kept out of the caches behind the first, where they would be
-gone before the next step, and all else that is used between two steps stays instead. (A step of one
-row is 1.05 times as fast, and what Python does between two of them takes 0.7 of the time, as it
-finds its memory in a cache.)"""
 
 Step = Callable[[Value, Sequence[Value], Sequence[Var]], None]
 """Emits one group: (address of its weights, addresses of its activations, accumulators)."""
@@ -83,7 +77,7 @@ def launches(op: MatMul, env: Env) -> list[Launch]:
 def emit(k: Kernel, *, format: str) -> None:
     """The kernel of one weight format."""
     fmt = FORMATS[FormatCode[format]]
-    product = Product(k, fmt, k.arg(GROUPS))
+    product = Product(k, fmt, k.arg(GROUPS), SRC_STRIDE)
     tiles = k.arg(TILES)
     num_rows = k.load(k.params[0] + k.arg(COUNT_WORD) * 8, i64)
     with k.items() as item:
@@ -97,18 +91,27 @@ def emit(k: Kernel, *, format: str) -> None:
             lambda row: k.arg(SRC) + row * k.arg(SRC_STRIDE),
             lambda row, size: _finish(k, tile, row, size, product.sums),
         )
+    product.finish()
 
 
 class Product:
     """Emits the products of tiles with activation rows. sums: f32 [rows of a block, 16], where the
     products of a block are until they are written."""
 
-    def __init__(self, k: Kernel, fmt: Format, groups: Value) -> None:
+    def __init__(
+        self, k: Kernel, fmt: Format, groups: Value, stride_word: int | None = None
+    ) -> None:
+        """stride_word: the argument word of bytes between rows, where these lie evenly apart."""
         self.k = k
         self.fmt = fmt
         self.groups = groups
         self.tile_bytes = _tile_bytes(fmt, groups)
-        self.sums = k.stack(f32, TILE_ROWS * max(block_sizes(k)))
+        has_amx = k.tier.has_amx and fmt.is_quantized
+        self._amx = None
+        if has_amx:
+            stride = None if stride_word is None else k.arg(stride_word)
+            self._amx = AmxProduct(k, fmt, groups, stride)
+        self.sums = k.stack(f32, TILE_ROWS * (PANEL_TOKENS if has_amx else max(block_sizes(k))))
         self._row, self._size = k.var(0, i64), k.var(0, i64)
 
     def rows(
@@ -122,10 +125,10 @@ class Product:
         """The tile at `weights` times activation rows [start, stop), block by block.
 
         source(row): where the activations of a row are. write(row, size): what is done with the
-        sums of rows [row, row + size).
+        sums of rows [row, row + size). There are at most PANEL_TOKENS rows.
         """
         k, row, size = self.k, self._row, self._size
-        ahead = k.min(self.tile_bytes, k.const(_AHEAD_BYTES))
+        ahead = k.min(self.tile_bytes, k.const(AHEAD_BYTES))
         row.set(start)
 
         def block(num_rows: int) -> None:
@@ -136,9 +139,23 @@ class Product:
             size.set(k.min(stop - row.get(), k.const(num_rows)))
 
         with k.while_(lambda: row.get() < stop):
-            _first_that_fits(k, stop - row.get(), block_sizes(k), block)
+            left = stop - row.get()
+            if self._amx is None:
+                _first_that_fits(k, left, block_sizes(k), block)
+            else:
+                with k.if_else(left >= BLOCK_ROWS) as (many, few):
+                    with many:
+                        size.set(left & -BLOCK_ROWS)
+                        self._amx.rows(weights, ahead, row.get(), size.get(), source, self.sums)
+                    with few:
+                        _first_that_fits(k, left, block_sizes(k), block)
             write(row.get(), size.get())
             row.set(row.get() + size.get())
+
+    def finish(self) -> None:
+        """After the last product of a call of the kernel."""
+        if self._amx is not None:
+            self._amx.unit.switch_off()
 
 
 def block_sizes(k: Kernel) -> tuple[int, ...]:
@@ -190,7 +207,7 @@ def _block(
         source_bytes = ACT_RECORD_BYTES if fmt.is_quantized else GROUP * 4
         with k.loop(0, groups) as g:
             group = weights + g * fmt.group_bytes
-            _fetch(k, fmt, group + ahead, len(sources))
+            fetch(k, fmt, group + ahead, len(sources))
             step(group, [s + g * source_bytes for s in sources], acc)
     for r, total in enumerate(acc):
         k.store(total.get(), sums + r * WORD_ROW_BYTES, align=64)
@@ -208,21 +225,13 @@ def _super_groups(
     per_super = fmt.super_cols // GROUP
     with k.loop(0, groups.udiv(per_super)) as s:
         head = weights + s * fmt.tile_bytes(fmt.super_cols)
-        d = k.load_f16(head)
-        d_min = k.load_f16(head + 2 * TILE_ROWS) if fmt.has_min else None
-        step = _quantized(k, fmt, d, d_min)
+        step = _quantized(k, fmt, *super_scales(k, fmt, head))
         first = head + fmt.super_header_bytes
         with k.loop(0, per_super) as g:
             record = (s * per_super + g) * ACT_RECORD_BYTES
             group = first + g * fmt.group_bytes
-            _fetch(k, fmt, group + ahead, len(sources))
+            fetch(k, fmt, group + ahead, len(sources))
             step(group, [source + record for source in sources], acc)
-
-
-def _fetch(k: Kernel, fmt: Format, group: Value, num_rows: int) -> None:
-    """Fetch the group at an address, for blocks of so many rows."""
-    for offset in range(0, fmt.group_bytes, _LINE_BYTES):
-        k.prefetch(group + offset, is_read_once=num_rows == 1)
 
 
 def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> Step:
@@ -230,14 +239,6 @@ def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> 
     halves = fmt.scales_per_group
     sum_at = (ACT_SUM,) if halves == 1 else (ACT_SUM_LO, ACT_SUM_HI)
     negative_at = (ACT_NEG_ISUM,) if halves == 1 else (ACT_NEG_ISUM_LO, ACT_NEG_ISUM_HI)
-
-    def scale(address: Value, half: int, super_scale: Value | None) -> Value:
-        at = address + half * TILE_ROWS * fmt.scale_bytes
-        if super_scale is None:
-            return k.load_f16(at)
-        scales = k.load(at, vec(i8))
-        wide = scales.sext(i32) if fmt.scale_signed else scales.zext(i32)
-        return super_scale * wide.to_float()
 
     def start(record: Value, half: int) -> Value:
         # -bias * sum(a): the dot product of unsigned integers then comes out as of (q - bias).
@@ -249,15 +250,17 @@ def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> 
         return k.splat(negative << shift) if halves == 1 else k.splat(negative) << shift
 
     def step(weights: Value, records: Sequence[Value], acc: Sequence[Var]) -> None:
-        operand = _unpacker(k, fmt, weights)
+        operand = unpacker(k, fmt, weights)
         for half in range(halves):
             dots = [k.dot(start(record, half), (1 << fmt.bits) - 1) for record in records]
-            for p in range(half * _OPERANDS // halves, (half + 1) * _OPERANDS // halves):
+            for p in range(half * OPERANDS // halves, (half + 1) * OPERANDS // halves):
                 integers = operand(p)
                 for dot, record in zip(dots, records, strict=True):
                     dot.add(integers, k.splat(k.load(record + 4 * p, i32)))
-            w_scale = scale(weights + fmt.scale_offset, half, d)
-            w_min = scale(weights + fmt.min_offset, half, d_min) if fmt.has_min else None
+            w_scale = scales(k, fmt, weights + fmt.scale_offset, half, d)
+            w_min = None
+            if fmt.has_min:
+                w_min = scales(k, fmt, weights + fmt.min_offset, half, d_min)
             for r, record in enumerate(records):
                 s = w_scale * k.load(record + ACT_SCALE, f32)
                 total = k.fma(dots[r].total().to_float(), s, acc[r].get())
@@ -267,31 +270,6 @@ def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> 
                 acc[r].set(total)
 
     return step
-
-
-def _unpacker(k: Kernel, fmt: Format, weights: Value) -> Callable[[int], Value]:
-    """operand(p): unsigned weights 4p .. 4p+3 of a group, a byte each, of 16 rows."""
-    words: dict[int, Value] = {}
-
-    def word(offset: int) -> Value:
-        if offset not in words:
-            words[offset] = k.load(weights + offset, i32v)
-        return words[offset]
-
-    def operand(p: int) -> Value:
-        parts: list[Value] = []
-        position = 0
-        for plane, bits in enumerate(fmt.planes):
-            per_word = 8 // bits
-            raw = word(fmt.plane_offset(plane) + p // per_word * WORD_ROW_BYTES)
-            shift = p % per_word * bits - position
-            mask = ((1 << bits) - 1) << position
-            moved = raw >> shift if shift > 0 else raw << -shift if shift < 0 else raw
-            parts.append(moved if bits == 8 else moved & mask * 0x01010101)
-            position += bits
-        return parts[0] if len(parts) == 1 else parts[0] | parts[1]
-
-    return operand
 
 
 def _floats(k: Kernel, fmt: Format) -> Step:
