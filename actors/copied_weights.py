@@ -78,6 +78,7 @@ class CopiedWeights:
         self._host_bytes = 0
         self._over_host_bytes = 0
         self._coming: asyncio.Task[None] | None = None
+        self._phase: Phase | None = None  # of the step that blocks pass through for
 
     async def begin(self, me: Ref, host_bytes: int) -> None:
         """See `Supply`."""
@@ -90,6 +91,7 @@ class CopiedWeights:
         """See `Supply`; blocks that stay need none."""
         if not self._weights.slots.blocks:
             return Lease(-1, start, stop, is_standing=True)
+        self._phase = phase
         await self._pass_through(start)
         self._bring_next(start, is_busy=True)
         return Lease(-1, start, self._stop_of_run(start, stop))
@@ -140,7 +142,7 @@ class CopiedWeights:
         if self._throttle is not None:
             self._throttle.hurry()
         async with self._turn:
-            await self._copy([self._weights.pass_through(block)], None, Throttle())
+            await self._copy([self._weights.pass_through(block)], None, Throttle(), self._phase)
 
     async def _quiet(self) -> None:
         """Nobody comes in; if that failed, whoever needs the block tries again, and says so."""
@@ -264,8 +266,17 @@ class CopiedWeights:
         finally:
             await self._pager.ask(Place(self._weights.slots.blocks, dense=False))
 
-    async def _copy(self, loads: Iterable[Load], frame: int | None, throttle: Throttle) -> int:
-        """Copy what is missing, block's bytes from `frame` if given; how many bytes it was."""
+    async def _copy(
+        self,
+        loads: Iterable[Load],
+        frame: int | None,
+        throttle: Throttle,
+        phase: Phase | None = None,
+    ) -> int:
+        """Copy what is missing, block's bytes from `frame` if given; how many bytes it was.
+
+        phase: of the step that waits for it, if one does.
+        """
         num_bytes = 0
         for load in loads:
             async with AsyncExitStack() as leased:
@@ -274,7 +285,7 @@ class CopiedWeights:
                 elif frame is not None:
                     address = frame
                 else:
-                    await leased.enter_async_context(self._leased(load.block))
+                    await leased.enter_async_context(self._leased(load.block, phase))
                     address = self._frames + self._offsets[load.block]
                 await self._runner.load(load.span, address, throttle.pieces)
             self._weights.filled(load)
@@ -282,8 +293,8 @@ class CopiedWeights:
         return num_bytes
 
     @asynccontextmanager
-    async def _leased(self, block: int) -> AsyncIterator[None]:
-        lease: Lease = await self._pager.ask(Acquire(block, block + 1, self._name))
+    async def _leased(self, block: int, phase: Phase | None) -> AsyncIterator[None]:
+        lease: Lease = await self._pager.ask(Acquire(block, block + 1, self._name, phase))
         try:
             yield
         finally:

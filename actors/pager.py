@@ -205,7 +205,8 @@ class Pager(Actor):
             raise JitllmError(f"no blocks [{start}, {stop}) in {self._residency.num_blocks}")
         self._check_placed(start)
         self._begin_scan(start)
-        self._use.phase = message.phase
+        if message.phase is not None:
+            self._use.phase = message.phase
         if self._residency.is_resident(start):
             return self._grant(start, stop, message.device)
         # Who waits for a read must not keep others from releasing.
@@ -213,7 +214,8 @@ class Pager(Actor):
 
     async def _fault(self, message: Acquire) -> Lease:
         began_s = perf_counter()
-        self._use.fault()
+        if message.phase is not None:
+            self._use.fault()
         await self._pin(message.start)
         self._wait_s += perf_counter() - began_s
         lease = self._grant(message.start, message.stop, message.device)

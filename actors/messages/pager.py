@@ -150,8 +150,8 @@ class Acquire(Message[Lease]):
     stop: int
     device: str = ""
     """Who holds the lease."""
-    phase: Phase = "decode"
-    """What it is needed in."""
+    phase: Phase | None = None
+    """Of the step that waits for it; None where no step does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,11 +55,15 @@ bits. `jitllm hardware` lists what can be used here, and why the others cannot.
 """
 
 
-class _Nowhere:
-    """Where everything is at address 0, so that ops can be asked for their launches."""
+class Nowhere:
+    """A `GpuEnv` of no device: everything is at address 0, so that ops can be asked for their
+    launches."""
 
-    num_blocks, page_tokens, kv_element = 1, 64, "f16"
-    traits = Traits(subgroup_size=32, has_fast_dot=True, shared_bytes=32 << 10)
+    num_blocks, page_tokens = 1, 64
+    traits = Traits(subgroup_size=32, has_fast_dot=True, shared_bytes=48 << 10)
+
+    def __init__(self, kv_element: str = "f16") -> None:
+        self.kv_element = kv_element
 
     def buffer(self, buffer: Buffer) -> int:
         return 0
@@ -121,7 +125,7 @@ def num_kernels(op: str, format: Format) -> tuple[int, int]:
     element = Element.Q8 if format.is_quantized else Element.F32
     weight = Weight("weight", None, format.code, 64, 512)
     made = WITH_WEIGHTS[op](weight, Buffer("src", 512, element=element))
-    nowhere: Any = _Nowhere()
+    nowhere: Any = Nowhere()
     cpu, gpu = (importlib.import_module(f"jitllm.kernels.{op}.{kind}") for kind in ("cpu", "gpu"))
     on_cpu = {launch.kernel for launch in cpu.launches(made, nowhere)}
     on_gpu = {

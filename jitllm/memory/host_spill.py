@@ -24,7 +24,7 @@ Copy = Callable[[Sequence[tuple[DeviceSpan, DeviceSpan]]], None]
 
 class HostSpill(Spilling):
     """The sets of `memory` that are in use. copy: also before what the device is told next. wait:
-    until that is done. windows: of each block, 0 for all keys."""
+    until that is done. See `Spilling`."""
 
     keeps_idle = False
 
@@ -37,12 +37,10 @@ class HostSpill(Spilling):
         page_tokens: int,
         windows: Sequence[int],
     ) -> None:
-        super().__init__(budget_sets)
+        super().__init__(budget_sets, page_tokens, windows)
         self._memory = memory
         self._copy = copy
         self._wait = wait
-        self._page_tokens = page_tokens
-        self._windows = tuple(windows)
 
     def give(self, page_set: int) -> None:
         """See `Spilling`."""

@@ -35,10 +35,7 @@ MAX_AHEAD = 3
 
 
 class Spill(Spilling):
-    """The sets of `memory` that are in use. budget_sets: most of them that are in memory.
-
-    windows: of each block, 0 for all keys.
-    """
+    """The sets of `memory` that are in use; those that go are in `file`. See `Spilling`."""
 
     def __init__(
         self,
@@ -48,11 +45,9 @@ class Spill(Spilling):
         page_tokens: int,
         windows: Sequence[int],
     ) -> None:
-        super().__init__(budget_sets)
+        super().__init__(budget_sets, page_tokens, windows)
         self._memory = memory
         self._file = file
-        self._page_tokens = page_tokens
-        self._windows = windows
         self.window = max(windows)
         self._windowed = frozenset(block for block, window in enumerate(windows) if window)
         self._narrow: set[int] = set()  # present but for those blocks

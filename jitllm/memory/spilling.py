@@ -25,14 +25,17 @@ Pages = frozenset[tuple[int, int]]
 
 
 class Spilling(ABC):
-    """The sets that are in use. budget_sets: most of them that are in memory. has_failed: something
-    could not be brought, so what is away is good for nobody who can do without."""
+    """The sets that are in use. budget_sets: most of them that are in memory. windows: of each
+    block, 0 for all keys. has_failed: something could not be brought, so what is away is good for
+    nobody who can do without."""
 
     keeps_idle: ClassVar[bool] = True
     """Whether sets that are only kept for sequences to come may be away."""
 
-    def __init__(self, budget_sets: int) -> None:
+    def __init__(self, budget_sets: int, page_tokens: int, windows: Sequence[int]) -> None:
         self.budget_sets = budget_sets
+        self._page_tokens = page_tokens
+        self._windows = tuple(windows)
         self.has_failed = False
         self._present: dict[int, None] = {}  # the one that came first is the first one
         self._spilled: set[int] = set()

@@ -84,6 +84,18 @@ def at(kind: type[DeviceMessage], *numbers: int) -> Dies:  # type: ignore[valid-
     return dies
 
 
+def ever(dice: random.Random, within: int) -> Dies:
+    """As often as a request survives, at some of so many messages of any kind."""
+    numbers, count = {dice.randrange(1, within) for _ in range(MAX_LOSSES)}, 0
+
+    def dies(_: DeviceMessage) -> bool:
+        nonlocal count
+        count += 1
+        return count in numbers
+
+    return dies
+
+
 REQUESTS = tuple(Request((1,) * n, max_tokens=12, chunk_tokens=3) for n in range(1, 9))
 
 
@@ -105,15 +117,7 @@ async def test_no_reply_changes(kind: Any, number: int, late: bool) -> None:
 @pytest.mark.parametrize("seed", range(10))
 async def test_no_reply_changes_whenever_it_dies(seed: int) -> None:
     dice = random.Random(seed)
-    deaths = {dice.randrange(1, 60) for _ in range(MAX_LOSSES)}
-    count = 0
-
-    def dies(_: DeviceMessage) -> bool:
-        nonlocal count
-        count += 1
-        return count in deaths
-
-    device = MortalDevice(dies=dies, late=dice.random() < 0.5)
+    device = MortalDevice(dies=ever(dice, 60), late=dice.random() < 0.5)
     async with scheduling(device) as (client, _):
         replies = await asyncio.gather(*(all_of(client, request) for request in REQUESTS))
     for request, deltas in zip(REQUESTS, replies, strict=True):

@@ -32,6 +32,7 @@ from actors.pager import Pager
 from jitllm.devices.memory import HostMemory, round_up
 from jitllm.errors import JitllmError, PageError
 from jitllm.formats.reader import Reader
+from jitllm.memory.use import Phase
 from tests.actors import containers
 from tests.actors.containers import FakeContainer
 from tests.null.test_memory import resident_bytes
@@ -477,3 +478,17 @@ def _overwrite(container: FakeContainer, offset: int, data: bytes) -> None:
         file.seek(offset)
         file.write(data)
     containers.drop_from_page_cache(container.path)
+
+
+async def test_what_no_step_waits_for_is_not_of_its_phase(container: FakeContainer) -> None:
+    """Blocks that a device has copied to its own memory as it is opened, and during replies."""
+    steps: tuple[Phase | None, ...] = (None, None, "prompt", None, "decode", "decode", None)
+    async with paging(container, budget(12)) as pager:
+        for block, phase in enumerate(steps):
+            await pager.ask(Release(await pager.ask(Acquire(block, block + 1, "device", phase))))
+        phases = (await stats(pager)).phases
+    assert {phase: (use.requests, use.faults) for phase, use in phases.items()} == {
+        "load": (3, 0),  # with the dense region
+        "prompt": (2, 1),
+        "decode": (3, 2),
+    }

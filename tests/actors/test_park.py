@@ -17,7 +17,6 @@ from actors.local import LocalRef
 from actors.mailbox import Lost, Stopped
 from actors.messages.device import (
     Close,
-    DeviceMessage,
     Open,
     Pack,
     Parcel,
@@ -32,7 +31,7 @@ from actors.park import Parker
 from jitllm.engine import Delta, Finish, ParkedIn, Priority, Request, SequenceState
 from jitllm.errors import Draining, JitllmError, UnknownSession
 from jitllm.schedule.plan import Budget
-from tests.actors.test_losses import MortalDevice, at
+from tests.actors.test_losses import MortalDevice, at, ever
 from tests.actors.test_scheduler import all_of, scheduling, tokens, until
 
 KV_BYTES = (3, 2)
@@ -217,14 +216,7 @@ async def test_no_reply_changes_when_a_device_dies_of_it(
 @pytest.mark.parametrize("seed", range(10))
 async def test_no_reply_changes_whenever_it_dies(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
-    deaths, count = {dice.randrange(1, 120) for _ in range(2)}, 0
-
-    def dies(_: DeviceMessage) -> bool:
-        nonlocal count
-        count += 1
-        return count in deaths
-
-    device = ParkingDevice(dies=dies, late=dice.random() < 0.5)
+    device = ParkingDevice(dies=ever(dice, 120), late=dice.random() < 0.5)
     requests = [replace(LONG, prompt=(n,) * (5 + n), name=f"r{n}") for n in range(4)]
     async with parking(device, tmp_path) as (client, ref):
         tasks = [asyncio.create_task(all_of(client, request)) for request in requests]

@@ -21,7 +21,7 @@ from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
 from jitllm.engine import Finish, Request
 from jitllm.memory.prefix_file import PrefixKind, decode
 from jitllm.memory.prefix_store import PrefixFolder
-from tests.actors.test_losses import MortalDevice, at
+from tests.actors.test_losses import MortalDevice, at, ever
 from tests.actors.test_park import content, whole
 from tests.actors.test_scheduler import all_of, scheduling, tokens
 
@@ -187,14 +187,7 @@ async def test_no_reply_changes_when_a_device_dies_of_it(
 @pytest.mark.parametrize("seed", range(10))
 async def test_no_reply_changes_whenever_it_dies(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
-    deaths, count = {dice.randrange(1, 150) for _ in range(2)}, 0
-
-    def dies(_: Any) -> bool:
-        nonlocal count
-        count += 1
-        return count in deaths
-
-    device = RememberingDevice(dies=dies, late=dice.random() < 0.5)
+    device = RememberingDevice(dies=ever(dice, 150), late=dice.random() < 0.5)
     async with remembering(device, tmp_path) as (client, _):
         for _ in range(2):
             replies = await asyncio.gather(*(all_of(client, request) for request in REQUESTS))

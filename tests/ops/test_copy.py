@@ -26,8 +26,14 @@ from jitllm.models.graph import KvShape
 from tests.ops.harness import Guarded, compiler
 
 HERE = [
-    pytest.param(t, id=t.name, marks=pytest.mark.skipif(bool(missing(t)), reason="CPU"))
-    for t in TIERS
+    pytest.param(
+        tier,
+        id=tier.name,
+        marks=pytest.mark.skipif(
+            bool(missing(tier)), reason=f"the processor lacks {', '.join(missing(tier))}"
+        ),
+    )
+    for tier in TIERS
 ]
 POISON = 0xEE
 

@@ -25,7 +25,7 @@ from jitllm.kernels.embed import Embed
 from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.gather import Gather
 from jitllm.kernels.glu import Glu
-from jitllm.kernels.gpu import Bucket, Traits
+from jitllm.kernels.gpu import Bucket
 from jitllm.kernels.kv_write import KvWrite
 from jitllm.kernels.layout import FORMATS, FormatCode
 from jitllm.kernels.matmul import MatMul
@@ -36,33 +36,9 @@ from jitllm.kernels.rope import Rope
 from jitllm.kernels.rope_table import RopeTable
 from jitllm.kernels.route import Route
 from jitllm.kernels.sample import Sample
+from jitllm.kernels.table import Nowhere
 
 ARCHITECTURES = ("sm_75", "sm_90")
-
-
-class NvidiaEnv:
-    """A `GpuEnv` of no device: everything is at address 0."""
-
-    num_blocks, page_tokens = 2, 64
-    traits = Traits(subgroup_size=32, has_fast_dot=True, shared_bytes=48 << 10)
-
-    def __init__(self, kv_element: str) -> None:
-        self.kv_element = kv_element
-
-    def buffer(self, buffer: Buffer) -> int:
-        return 0
-
-    def weight(self, weight: Weight) -> int:
-        return 0
-
-    def const(self, const: Const) -> int:
-        return 0
-
-    def block_slot(self, block: int) -> int:
-        return block
-
-    def scratch(self, num_bytes: int) -> int:
-        return 0
 
 
 def ops() -> Iterator[Op]:
@@ -110,9 +86,9 @@ def kernels() -> list[KernelSpec]:
         for op in ops()
         for kv_element in ("f16", "f32")
         for bucket in (Bucket(1, 1), Bucket(512, 64))
-        for launch in op_launches(op, NvidiaEnv(kv_element), bucket)
+        for launch in op_launches(op, Nowhere(kv_element), bucket)
     )
-    return [*found, *(copying.kernel(NvidiaEnv.traits, unit_bytes) for unit_bytes in (2, 4))]
+    return [*found, *(copying.kernel(Nowhere.traits, unit_bytes) for unit_bytes in (2, 4))]
 
 
 @cache

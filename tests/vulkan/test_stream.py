@@ -99,6 +99,21 @@ async def test_where_all_have_room_each_is_brought_once(model: Path, loads: list
     assert len(loads) == NUM_BLOCKS
 
 
+@pytest.mark.parametrize(("places", "passing"), [("*=vulkan:0~", NUM_BLOCKS), ("*=vulkan:0", 0)])
+async def test_what_is_read_counts_as_opening_or_for_the_step_that_needs_it(
+    model: Path, places: str, passing: int
+) -> None:
+    async with streaming(model, 64 << 20, places) as loaded:
+        at_first = (await loaded.engine.stats()).pages.phases
+        await reply(loaded.engine, REQUESTS[0])
+        phases = (await loaded.engine.stats()).pages.phases
+    assert phases["load"].bytes_read == at_first["load"].bytes_read > 0
+    assert at_first["load"].requests == 1 + NUM_BLOCKS - passing  # with the dense region
+    assert at_first["load"].faults == at_first["prompt"].requests == 0
+    assert at_first["decode"].requests == phases["decode"].requests == 0
+    assert phases["prompt"].requests == passing
+
+
 async def test_some_stay_and_others_pass(model: Path, loads: list[int]) -> None:
     async with opened(model, devices="vulkan:0", page_size_tokens=16) as loaded:
         expected = await reply(loaded.engine, REQUESTS[0])
