@@ -219,6 +219,14 @@ def test_the_trial_sees_a_wrong_product() -> None:
     assert not trial_child.agree(TwinCompiler(mistake=1), reference)
 
 
+@pytest.mark.skipif(not missing(AVX512_AMX), reason="this processor has AMX")
+def test_what_the_system_does_not_permit_is_not_run(tmp_path: Path) -> None:
+    """The command that processes use, and the system's own answer, here and in the child."""
+    assert not trial.permit()
+    found = trial.tried(ObjectCache(tmp_path), trial.COMMAND)
+    assert found == "its trial said 'not permitted'"
+
+
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or bool(missing(AVX512_VNNI)), reason="no x86 with AVX-512"
 )
