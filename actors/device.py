@@ -9,6 +9,7 @@ are.
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 from collections.abc import Awaitable
 from contextlib import ExitStack
@@ -74,6 +75,10 @@ from jitllm.units import format_size
 
 R = TypeVar("R")
 
+CLEAR_BYTES = 1 << 20
+"""Most of what was handed over that is given back before others have their turn: it takes a
+fraction of a millisecond."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
@@ -118,6 +123,7 @@ class Device(Actor):
         self._owned = owned
         self._ownership = Ownership()
         self._streamed: frozenset[int] = frozenset()
+        self._is_clearing = False
         self._is_short = False  # since the last step that took pages
         self._problem = ""
         self._seats = Seats(runner, pages, supply, lambda: self._name)
@@ -441,6 +447,7 @@ class Device(Actor):
         pages, ownership = self._pages, self._ownership
         held = ownership.held - {self._head}
         pages.drop(pages.columns - held)
+        self._clear_away()
         lacking = pages.num_sets_held * pages.column_bytes(held - pages.columns)
         missing = 0 if pages.hold(held) else lacking
         pages.adopt(held & ownership.owned)
@@ -451,6 +458,24 @@ class Device(Actor):
         missing += lacking
         reserved = await self._seats.charge()
         return _Settled(missing, 0 if missing else reserved.over_budget_bytes)
+
+    def _clear_away(self) -> None:
+        """Give back the pages that were dropped, at once only where others need their room."""
+        if self._supply.room_bytes() is not None:
+            self._pages.clear()
+        elif not self._is_clearing and self._pages.clear(CLEAR_BYTES):
+            self._is_clearing = True
+            self.context.begin(self._clear_slowly(), "clear away")
+
+    async def _clear_slowly(self) -> None:
+        """Messages are answered in between."""
+        is_more = True
+        try:
+            while is_more:
+                await asyncio.sleep(0)
+                is_more = self._pages.clear(CLEAR_BYTES)
+        finally:
+            self._is_clearing = False
 
     # --- history that comes and goes ---------------------------------------------------------
 

@@ -12,7 +12,7 @@ tokens, no budget.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -67,6 +67,7 @@ class KvPages:
         self._holders: Counter[int] = Counter()
         self._index = PrefixIndex()
         self._arrivals = Arrivals(page_tokens)
+        self._dropped: deque[tuple[int, frozenset[int]]] = deque()  # memory that is still to go
 
     @property
     def columns(self) -> frozenset[int]:
@@ -261,6 +262,7 @@ class KvPages:
         added = self._all.checked(columns) - self._columns
         if not added:
             return True
+        self.clear()
         for page_set in self._index.clear():
             self._give_back(page_set)
         taken: list[int] = []
@@ -297,16 +299,27 @@ class KvPages:
         self._arrivals.end(columns)
 
     def drop(self, columns: Iterable[int]) -> None:
-        """Give the memory of these columns back, also when they are still on their way.
+        """Hold these columns no more, also when they are still on their way.
 
-        What is shared or kept stays good for the columns that remain. Columns that are not held
-        are passed over.
+        Their memory goes with `clear`. What is shared or kept stays good for the columns that
+        remain. Columns that are not held are passed over.
         """
         dropped = self._columns.intersection(columns)
-        for page_set in (*self._holders, *self._index.idle()):
-            self._memory.give(page_set, dropped)
+        if dropped:
+            sets = (*self._holders, *self._index.idle())
+            self._dropped += ((page_set, dropped) for page_set in sets)
         self._arrivals.end(dropped)
         self._hold_only(self._columns - dropped)
+
+    def clear(self, most_bytes: int = 1 << 62) -> bool:
+        """Give the memory of columns that were dropped back: so many bytes of it, or a set's;
+        whether there is more. A long history takes milliseconds, for which others may wait."""
+        num_bytes = 0
+        while self._dropped and num_bytes < most_bytes:
+            page_set, columns = self._dropped.popleft()
+            self._memory.give(page_set, columns)
+            num_bytes += self._all.num_bytes(columns)
+        return bool(self._dropped)
 
     def _hold_only(self, columns: Iterable[int]) -> None:
         self._columns = self._all.checked(columns)
@@ -367,6 +380,7 @@ class KvPages:
         assert all(s in held or s in idle or s not in self._index for s in range(self.capacity))
         if self.spill is not None:
             self.spill.check({*held, *idle})
+        assert all(columns.isdisjoint(self._columns) for _, columns in self._dropped)
         self._arrivals.check()
         assert self._arrivals.columns <= self._columns
         assert self._arrivals.sets <= held.keys()

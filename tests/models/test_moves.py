@@ -220,6 +220,51 @@ async def test_two_moves_of_the_same_blocks_do_not_meet(model: Path) -> None:
         assert all("being moved already" in str(error) for error in refused)
 
 
+async def test_others_have_their_turn_while_what_moved_away_is_given_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device that a block left answers before all of its pages are gone."""
+    from actors.device import Device
+    from actors.messages.device import DeviceStatsRequest, Drop
+    from jitllm.memory.pages import KvPages
+
+    log: list[str] = []
+    receive, clear = Device.receive, KvPages.clear
+
+    asked: list[asyncio.Task[Any]] = []
+
+    async def noting(self: Any, message: Any) -> object:
+        if self.context.me.name == "device cpu:0":
+            log.append(type(message).__name__)
+        if isinstance(message, Drop):
+            asked.append(asyncio.create_task(self.context.me.ask(DeviceStatsRequest())))
+        return await receive(self, message)
+
+    def counting(self: Any, *most_bytes: int) -> bool:
+        log.append("clear" if self._dropped else "")
+        return clear(self, *most_bytes)
+
+    monkeypatch.setattr(Device, "receive", noting)
+    monkeypatch.setattr(KvPages, "clear", counting)
+    monkeypatch.setattr("actors.device.CLEAR_BYTES", 1)
+    request = Request(PROMPT * 20, max_tokens=40)
+    [expected] = await quiet(model, [request])
+    seen = asyncio.Event()
+    async with two_devices(model, page_sizes=(("cpu:0", 1), ("cpu:1", 4))) as loaded:
+        following_it = asyncio.create_task(following(loaded.engine, request, seen))
+        await seen.wait()
+        await loaded.engine.move([0], "cpu:1")
+        assert (await following_it).bits == expected.bits
+        stats = await loaded.engine.stats()
+        await asyncio.gather(*asked)
+    assert stats.moves == 1
+    cleared = [index for index, what in enumerate(log) if what == "clear"]
+    assert len(cleared) > 200  # a set at a time
+    first, last = cleared[0], cleared[-1]
+    assert log[first - 1] == "Drop"
+    assert "DeviceStatsRequest" in log[first:last]
+
+
 async def test_a_corrupted_page_shows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests can fail: one wrong byte of a history that moves is another answer."""
     import ctypes

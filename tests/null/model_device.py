@@ -289,6 +289,7 @@ class ModelDevice:
         """Have memory for what is held, and for nothing else; whether there is."""
         held = self.ownership.held - {self.num_blocks}
         self.pages.drop(self.pages.columns - held)
+        self.pages.clear()
         fits = self.pages.hold(held) and PART_PAGES * len(self.ownership.held) <= self.budget
         self.pages.adopt(held & self.ownership.owned)
         return fits

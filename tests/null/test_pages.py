@@ -186,6 +186,10 @@ def test_what_others_may_share_outlives_a_column_that_goes() -> None:
     given_back.clear()
     pages.drop([1, 2])
     pages.drop([2])
+    assert given_back == []
+    assert pages.clear(4096)
+    assert len(given_back) == 2  # of one set
+    assert not pages.clear()
     assert sorted(given_back) == [(s, column) for s in (0, 1, 2) for column in (1, 2)]
     assert pages.set_bytes == 2 * 4096
     assert (pages.held_bytes, pages.idle_bytes) == (2 * pages.set_bytes, pages.set_bytes)
@@ -270,6 +274,7 @@ def test_a_move_that_does_not_take_place_leaves_nothing_lacking() -> None:
     pages.hold([1, 2])
     pages.fill(1, 3)
     pages.drop([2])
+    pages.clear()
     assert sorted(given_back) == [(0, 2), (1, 2)]
     assert pages.columns == {0, 1}
     fill(pages, 1, tokens)
@@ -433,8 +438,13 @@ class Pages(RuleBasedStateMachine):
         dropped = self.pages.columns & columns
         self.pages.drop(columns)
         self.coming = self.coming - dropped
+
+    @rule(most_bytes=st.sampled_from([1, 10_000, 1 << 62]))
+    def clear(self, most_bytes: int) -> None:
+        """Some of what was dropped goes, while everything else goes on."""
+        is_more = self.pages.clear(most_bytes)
         self.forget_given_back()
-        assert not any(column in dropped for _, column in self.memory)
+        assert is_more or {column for _, column in self.memory} <= self.pages.columns
 
     def forget_given_back(self) -> None:
         """Memory that was given back holds nothing."""
@@ -451,7 +461,9 @@ class Pages(RuleBasedStateMachine):
     @invariant()
     def everything_is_where_it_should_be(self) -> None:
         self.pages.check()
-        assert {column for _, column in self.memory} <= self.pages.columns
+        leaving = {(s, column) for s, columns in self.pages._dropped for column in columns}
+        held = self.pages.columns
+        assert {page for page in self.memory if page[1] not in held} <= leaving
         for id, model in self.sequences.items():
             for column in self.own:
                 assert self.contents(id, column, len(model.tokens)) == model.tokens
