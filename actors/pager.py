@@ -414,7 +414,10 @@ class Pager(Actor):
         """The read of a block that was given a frame; None when it was not."""
         if victims is None:
             return None
-        self._evict(victims)
+        for victim in victims[:1]:  # most often there is one, of the same size
+            self._weights.hand_over(victim, block)
+        self._evict(victims[1:])
+        self._num_evictions += len(victims[:1])
         return self._reads.begin(block, self._pace.read)
 
     def _end_read(self, block: int) -> None:

@@ -2,7 +2,8 @@
 
 Knows addresses, pages of 4 KiB and huge pages of 2 MiB. Knows no blocks, no budget, no container.
 Pages go back to the system when they are released, and the address stays: whoever kept it may read
-the span again once it is filled again.
+the span again once it is filled again. Pages that are wanted elsewhere in the span can go there
+instead, which saves the system from zeroing others.
 
 Memory is private to the process, or shared with others of its node: then a handle names a span, and
 `attach` maps it elsewhere. Shared memory is a file without a name: it ends with its last process.
@@ -45,12 +46,18 @@ _MAP_NORESERVE = 0x4000  # Linux, the same on x86 and Arm; the mmap module has n
 # MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_COLLAPSE
 _MADV = {"release": 4, "huge": 14, "small": 15, "collapse": 25}
 
+_MREMAP = 7  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int),
+    ctypes.c_void_p,
+)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _PROT_NONE, _MAP_FIXED = 0, 0x10
@@ -239,6 +246,40 @@ class Span:
         else:
             self._give_back(offset, num_bytes)
 
+    def hand_over(self, offset: int, num_bytes: int, to: int, to_bytes: int) -> None:
+        """`release` where `[to, to + to_bytes)`, which holds nothing, is written next: as much of
+        its pages as can be goes there, and the rest back to the system.
+
+        What the destination holds is undefined. Both offsets are multiples of `PAGE_BYTES`.
+        """
+        self._check(offset, num_bytes)
+        self._check(to, to_bytes)
+        moved = 0
+        if not self._is_poisoned:
+            moved = self._move(offset, to, min(num_bytes, to_bytes) // PAGE_BYTES * PAGE_BYTES)
+        if moved < num_bytes:
+            self.release(offset + moved, num_bytes - moved)
+
+    def _move(self, offset: int, to: int, num_bytes: int) -> int:
+        """How many bytes from the start went to `to`, page by page, and are gone here."""
+        # A call moves what is of one mapping, and every move makes another one: within pieces that
+        # begin where huge pages do there is no bound of any.
+        unit = HUGE_PAGE_BYTES if (offset - to) % HUGE_PAGE_BYTES == 0 else PAGE_BYTES
+        whole = num_bytes // unit * unit
+        if not self._moved(offset, to, whole):
+            for at in range(0, whole, unit):
+                if not self._moved(offset + at, to + at, unit):
+                    return at
+        is_rest_moved = self._moved(offset + whole, to + whole, num_bytes - whole)
+        return num_bytes if is_rest_moved else whole
+
+    def _moved(self, offset: int, to: int, num_bytes: int) -> bool:
+        if not num_bytes:
+            return True
+        start = self.address
+        moved = _libc.mremap(start + offset, num_bytes, num_bytes, _MREMAP, start + to)
+        return bool(moved != _MAP_FAILED)
+
     def _give_back(self, offset: int, num_bytes: int) -> None:
         self._advise("release", offset, num_bytes)
 
@@ -308,6 +349,9 @@ class SharedSpan(Span):
     def handle(self) -> Handle:
         """What names the span elsewhere."""
         return Handle(os.getpid(), self.address, self.num_bytes, self._fd)
+
+    def _move(self, offset: int, to: int, num_bytes: int) -> int:
+        return 0  # a page of a file has its place in it
 
     def settle(self) -> None:
         """See `Span.settle`. Not everywhere possible, and of no consequence but for speed."""

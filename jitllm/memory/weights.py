@@ -124,6 +124,12 @@ class Weights:
         """Give the memory of `block` back to the system."""
         self._span.release(self._offsets[block], self._frame_bytes[block])
 
+    def hand_over(self, block: int, to: int) -> None:
+        """`release` a block where `to`, which has no memory, is read next: it gets that of `block`,
+        as far as it can."""
+        num_bytes, to_bytes = self._frame_bytes[block], self._frame_bytes[to]
+        self._span.hand_over(self._offsets[block], num_bytes, self._offsets[to], to_bytes)
+
     def read_expert(self, block: int, expert: int, place: int) -> None:
         """Bring one expert in, to where the one with the number `place` lies in the file; the first
         time, its checksum is compared.

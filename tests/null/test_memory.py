@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -95,6 +96,72 @@ def test_poisoned_memory_shows_whoever_reads_it_later(
     with memory.reserve(1 << 40) as span:  # closing writes nothing
         touch(span.view(0, MIB))
     assert resident_bytes() - before < 2 * MIB
+
+
+def kib(text: str) -> int:
+    return int(text.split()[1]) * 1024
+
+
+def huge_bytes() -> int:
+    """Of this process, in huge pages."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(kib(line) for line in file if line.startswith("AnonHugePages"))
+
+
+@pytest.mark.parametrize("first", [0, PAGE_BYTES])
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 5.5), (5.5, 8), (0.75, 0.75), (0.5, 4), (2, 0)])
+def test_pages_that_are_handed_over_are_written_elsewhere(
+    memory: Memory, sizes: tuple[float, float], first: int
+) -> None:
+    """Whatever the sizes and bounds: what is written next is there, nothing else is touched, and
+    what was there before reads as zeros."""
+    one, other = (int(size * MIB) for size in sizes)
+    to = first + 10 * MIB
+    with memory.reserve(32 * MIB, huge_pages=False) as span:
+        span.use_huge_pages(first, one)
+        span.use_huge_pages(to, other)
+        span.view()[20 * MIB] = 5
+        ones, twos = b"1" * one, b"2" * other
+        before = resident_bytes()
+        for _ in range(3):
+            span.view(first, one)[:] = ones
+            span.hand_over(first, one, to, other)
+            assert resident_bytes() - before <= min(one, other) + 4 * MIB
+            assert not any(span.view(first, one))
+            span.view(to, other)[:] = twos
+            assert span.view(to, other) == twos
+            span.hand_over(to, other, first, one)
+            assert not any(span.view(to, other))
+            span.release(first, one)
+            assert not any(span.view(first, one))
+            assert span.view()[20 * MIB] == 5
+
+
+def test_huge_pages_that_are_handed_over_stay_huge() -> None:
+    """Also where moves have cut the mapping into several."""
+    with HostMemory().reserve(64 * MIB, huge_pages=False) as span:
+        for offset in (0, 16 * MIB, 32 * MIB):
+            span.use_huge_pages(offset, 9 * MIB)
+        before = huge_bytes()
+        touch(span.view(0, 9 * MIB))
+        if huge_bytes() - before < 8 * MIB:
+            pytest.skip("the system has no huge pages left")
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for offset, num_bytes, to in [(0, 9, 16), (16, 4, 32), (32, 4, 0)] * 2:
+            span.hand_over(offset * MIB, num_bytes * MIB, to * MIB, 9 * MIB)
+        touch(span.view(0, 4 * MIB))
+        assert huge_bytes() - before >= 4 * MIB
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 64
+
+
+def test_what_is_poisoned_is_not_handed_over(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JITLLM_POISON", "1")
+    with memory.reserve(2 * PAGE_BYTES) as span:
+        span.view()[:] = bytes([7]) * 2 * PAGE_BYTES
+        span.hand_over(0, PAGE_BYTES, PAGE_BYTES, PAGE_BYTES)
+        assert set(span.view(0, PAGE_BYTES)) == {0xFF}
 
 
 def test_a_small_page_never_takes_a_huge_one(memory: Memory) -> None:
