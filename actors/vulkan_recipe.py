@@ -94,7 +94,7 @@ class VulkanRecipe(ModelOnDevice):
                 logits=graph.logits,
                 top_bytes=TOP_BYTES,
                 parcel_bytes=self.parcel_bytes,
-                unit_bytes=2 if self.kv_type == "f16" else 4,
+                unit_bytes=4 if self.kv_type == "f32" else 2,
             )
             spill: HostSpill | None = None
             if self.kv_budget_sets:

@@ -23,6 +23,7 @@ from jitllm.jit.cache import ObjectCache, default_directory, emitters_fingerprin
 from jitllm.jit.threads import cpu_mask
 from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.kv_write import page_bytes
+from jitllm.kernels.layout import GROUP
 from jitllm.kernels.op import Rows
 from jitllm.memory.columns import Columns
 from jitllm.memory.division import are_apart
@@ -167,6 +168,20 @@ def limits_of(config: ResolvedConfig, graph: Graph) -> Limits:
     tokens = max(chunk_tokens, rows)
     outputs = max(LOGITS_BYTES // (4 * graph.vocab), rows)
     return Limits(tokens=tokens, outputs=min(outputs, tokens), rows=rows)
+
+
+def check_kv_type(config: ResolvedConfig, graph: Graph) -> None:
+    """Raises `UsageError` for a type of keys and values that a model's heads cannot have."""
+    if config.kv_type != "q8_0":
+        return
+    for block, kv in enumerate(graph.kv):
+        for name, dim in (("keys", kv.k_dim), ("values", kv.v_dim)):
+            if dim % GROUP:
+                raise UsageError(
+                    f"-kv-type q8_0 has a scale for every {GROUP} dimensions of a head, and the "
+                    f"{name} of block {block} have {dim}",
+                    "choose f16 or f32",
+                )
 
 
 def kv_budget_sets(config: ResolvedConfig, graph: Graph, page_tokens: int) -> int:

@@ -220,6 +220,7 @@ async def open_engine(
         header = container.header
         context_tokens = allot.context_tokens_of(config, graph)
         config = replace(config, page_size_tokens=allot.page_tokens_of(config, context_tokens))
+        allot.check_kv_type(config, graph)
         limits = allot.limits_of(config, graph)
         runtime: AnyRuntime
         seat: Seat | None = None

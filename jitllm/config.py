@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from jitllm.errors import UsageError
 
-KvType = Literal["f16", "f32"]
+KvType = Literal["f16", "f32", "q8_0"]
 ReadAhead = Literal["auto", "on", "off"]
 Relocate = Literal["auto", "on", "off"]
 Experts = Literal["auto", "apart", "blocks"]

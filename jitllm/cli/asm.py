@@ -26,7 +26,7 @@ Parameters = dict[str, Any]
 
 FORMAT_CHOICES: dict[str, tuple[str, ...]] = {
     "format": tuple(form.name for form in FORMATS.values()),
-    "kv_element": ("f16", "f32"),
+    "kv_element": ("f16", "f32", "q8_0"),
     "activation": ("silu", "gelu"),
     "score": ("softmax", "sigmoid"),
     "role": ("run", "worker"),

@@ -273,7 +273,14 @@ _ENGINE_FLAGS = (
         metavar="PERCENT",
         help="Most of the time that a move of blocks may take from running replies, 1 to 99.",
     ),
-    _flag("kv_type", str, "f16", "-kv-type", metavar="TYPE", help="Keys and values: f16 or f32."),
+    _flag(
+        "kv_type",
+        str,
+        "f16",
+        "-kv-type",
+        metavar="TYPE",
+        help="Keys and values: f16, f32, or q8_0, which takes about half the memory of f16.",
+    ),
     _flag(
         "read_ahead",
         str,

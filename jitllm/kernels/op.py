@@ -185,7 +185,7 @@ class Env(Protocol):
     """Positions in one KV page."""
 
     kv_element: str
-    """f16 or f32."""
+    """f16, f32 or q8_0."""
 
     def buffer(self, buffer: Buffer) -> int:
         """Address of row 0."""

@@ -44,7 +44,8 @@ makes a difference). They share their arithmetic: a row has the same bits in any
 
 {formats}
 
-Keys and values are f16 or f32 (`-kv-type`), on every kind of device.
+Keys and values are f16, f32 or q8_0 (`-kv-type`), on every kind of device. Of q8_0, 32 dimensions
+of a head are signed bytes with an f16 scale.
 
 ## Instruction sets of CPUs
 

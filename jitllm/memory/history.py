@@ -1,10 +1,9 @@
 """How keys and values travel: a piece of a sequence's history, and the copies that make it.
 
 A piece has, for each of some blocks in order, the positions [start, stop) as one page of
-n = stop - start positions, laid out as `kernels.kv_write` says: keys [kv_heads][k_dim][n], then
-values [kv_heads][n][v_dim]. So neither side knows the other's page size. All positions travel, also
-those below a block's window: a set of pages may be shared by a sequence that ends earlier and
-still looks at them.
+n = stop - start positions, laid out as `kernels.kv_write` says. So neither side knows the other's
+page size, and none of what an element is. All positions travel, also those below a block's window:
+a set of pages may be shared by a sequence that ends earlier and still looks at them.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jitllm.kernels.kv_write import page_bytes
+from jitllm.kernels.kv_write import Matrix, page_bytes, page_matrices
 from jitllm.memory.pages import KvPages
 from jitllm.models.graph import KvShape
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The history of one model's sequences. shapes: of each block. kv_element: f16 or f32."""
+    """The history of one model's sequences. shapes: of each block. kv_element: f16, f32 or q8_0."""
 
     shapes: Sequence[KvShape]
     kv_element: str
@@ -68,13 +67,12 @@ class History:
         *,
         out: bool,
     ) -> Iterator[int]:
-        """Two copies of positions that lie in one page: keys, then values.
+        """Copies of positions that lie in one page, one of each of its matrices.
 
         in_page, in_piece: address, positions of the whole, and the first one that is copied.
         """
         source, destination = (in_page, in_piece) if out else (in_piece, in_page)
         (from_, source_tokens, skipped), (into, tokens, at) = source, destination
-        # In a row of a matrix of keys or values, a position is `size` bytes.
         is_whole = num_tokens == source_tokens == tokens  # then its rows follow one another
         for num_rows, size in self._matrices(block):
             yield from (into + at * size, tokens * size)
@@ -86,11 +84,9 @@ class History:
             from_ += num_rows * source_tokens * size
             into += num_rows * tokens * size
 
-    def _matrices(self, block: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(rows, bytes of a position in each) of a block's keys and of its values."""
+    def _matrices(self, block: int) -> tuple[Matrix, ...]:
         shape = self.shapes[block]
-        size = 2 if self.kv_element == "f16" else 4
-        return (shape.kv_heads * shape.k_dim, size), (shape.kv_heads, shape.v_dim * size)
+        return page_matrices(shape.kv_heads, shape.k_dim, shape.v_dim, self.kv_element)
 
     def _block_bytes(self, block: int, num_tokens: int) -> int:
         shape = self.shapes[block]

@@ -10,6 +10,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from actors.cluster import Cluster
 from jitllm.devices.memory import POISON_VARIABLE
 from jitllm.engine import Engine, Moved, Request, Sampling
@@ -49,9 +51,9 @@ def is_poisoned(device: str) -> bool:
     return process_of(f"device:{device}").environ().get(POISON_VARIABLE) == "1"
 
 
-async def in_peace(path: Path) -> list[Bits]:
+async def in_peace(path: Path, **choices: Any) -> list[Bits]:
     """Of each reply, in one process and on one device."""
-    async with opened(path, threads=1) as loaded:
+    async with opened(path, threads=1, **choices) as loaded:
         return [await one_reply(loaded.engine, request) for request in REQUESTS]
 
 
@@ -77,13 +79,14 @@ async def replying(engine: Engine, expected: list[Bits]) -> AsyncIterator[None]:
         is_over = True
 
 
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 async def test_a_reply_whose_blocks_move_is_the_same(
-    cluster: Cluster, tiny_model: TinyModel
+    cluster: Cluster, tiny_model: TinyModel, kv_type: str
 ) -> None:
     """All blocks there and back three times, then some of them, with holes."""
     dice = random.Random(3)
-    expected = await in_peace(tiny_model("gemma3", "q8_0"))
-    async with on_ray(tiny_model("gemma3", "q8_0"), **CHOICES) as loaded:
+    expected = await in_peace(tiny_model("gemma3", "q8_0"), kv_type=kv_type)
+    async with on_ray(tiny_model("gemma3", "q8_0"), kv_type=kv_type, **CHOICES) as loaded:
         engine = loaded.engine
         assert all(map(is_poisoned, NAMES))
         num_blocks = (await engine.stats()).placement.num_blocks

@@ -1,7 +1,8 @@
 """Runs a graph in NumPy, in float64, straight from a GGUF file: a second pair of eyes.
 
 Shares nothing with the kernels' own references but the contracts. Whole sequences at once, keys
-and values in plain arrays instead of pages. A quantised row is kept as the numbers it stands for.
+and values in plain arrays instead of pages, exact ones if nobody asks for others. What is quantised
+is kept as the numbers it stands for.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Run:
 
     values: dict[tuple[str, int | None], F64]
     tokens: NDArray[np.int32]
+    kv_element: str = ""
     buffers: dict[str, F64] = field(default_factory=dict)
     kv: dict[int, tuple[F64, F64]] = field(default_factory=dict)
 
@@ -107,10 +109,12 @@ class Run:
         return self.values[weight.role, weight.block]
 
 
-def logits(graph: Graph, values: dict[tuple[str, int | None], F64], tokens: Any) -> F64:
-    """Logits [tokens, vocab] of every position."""
+def logits(
+    graph: Graph, values: dict[tuple[str, int | None], F64], tokens: Any, kv_element: str = ""
+) -> F64:
+    """Logits [tokens, vocab] of every position. kv_element: keys and values are rounded to it."""
     graph.check()
-    run = Run(values, np.asarray(tokens, np.int32))
+    run = Run(values, np.asarray(tokens, np.int32), kv_element)
     for op in graph.ops():
         OPS[type(op)](op, run)
     return run.buffers["logits"]
@@ -141,11 +145,17 @@ def quantize(op: Quantize, run: Run) -> None:
     x = run.buffers[op.src.name]
     padded = np.zeros((len(x), -(-x.shape[1] // GROUP) * GROUP))
     padded[:, : x.shape[1]] = x
-    groups = padded.reshape(len(x), -1, GROUP)
+    run.buffers[op.dst.name] = rounded_in_groups(padded)[:, : x.shape[1]]
+
+
+def rounded_in_groups(x: F64, scale_kind: type = np.float64) -> F64:
+    """[..., groups * GROUP] as multiples of 1/127 of each group's largest; scale_kind: of which
+    scales are kept."""
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
     amax = np.abs(groups).max(-1, keepdims=True)
     scale = np.where(amax == 0, 1, amax) / 127
-    rounded = np.rint(groups / scale) * scale
-    run.buffers[op.dst.name] = rounded.reshape(padded.shape)[:, : x.shape[1]]
+    rounded: F64 = np.rint(groups / scale) * scale.astype(scale_kind).astype(np.float64)
+    return rounded.reshape(x.shape)
 
 
 def matmul(op: MatMul, run: Run) -> None:
@@ -185,7 +195,10 @@ def glu(op: Glu, run: Run) -> None:
 def kv_write(op: KvWrite, run: Run) -> None:
     k, v = run.buffers[op.k.name], run.buffers[op.v.name]
     shape = (len(k), op.kv_heads)
-    run.kv[op.block] = (k.reshape(*shape, op.k_dim), v.reshape(*shape, op.v_dim))
+    k, v = k.reshape(*shape, op.k_dim), v.reshape(*shape, op.v_dim)
+    if run.kv_element == "q8_0":
+        k, v = (rounded_in_groups(x, np.float16) for x in (k, v))
+    run.kv[op.block] = k, v
 
 
 def attention(op: Attention, run: Run) -> None:

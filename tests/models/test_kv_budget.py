@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,29 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITLLM_POISON", "1")
 
 
-async def quiet(path: Path, page_tokens: int, requests: Sequence[Request]) -> tuple[Any, int]:
+async def quiet(
+    path: Path, page_tokens: int, requests: Sequence[Request], **choices: Any
+) -> tuple[Any, int]:
     """Bits of each reply alone, without a budget; what a page set takes."""
-    async with opened(path, page_size_tokens=page_tokens, threads=1) as loaded:
+    async with opened(path, page_size_tokens=page_tokens, threads=1, **choices) as loaded:
         set_bytes = columns_of(loaded).stride_bytes
         return [(await reply(loaded.engine, one)).bits for one in requests], set_bytes
 
 
-@pytest.mark.parametrize("page_tokens", [4, 16, 64])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral3"])
+@pytest.mark.parametrize(
+    ("name", "page_tokens", "kv_type"),
+    [
+        *product(["llama", "gemma3", "mistral3"], [4, 16, 64], ["f16"]),
+        *product(["llama", "gemma3"], [16], ["q8_0"]),
+    ],
+)
 async def test_replies_alone_and_together_are_what_they_are_without_a_budget(
-    name: str, page_tokens: int, tiny_model: TinyModel, tmp_path: Path
+    name: str, page_tokens: int, kv_type: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     path = tiny_model(name)
-    expected, set_bytes = await quiet(path, page_tokens, REQUESTS)
+    expected, set_bytes = await quiet(path, page_tokens, REQUESTS, kv_type=kv_type)
     budget_bytes = max(40 // page_tokens, 1) * set_bytes
-    choices = {"kv_budget_bytes": budget_bytes, "kv_cache": str(tmp_path)}
+    choices = {"kv_budget_bytes": budget_bytes, "kv_cache": str(tmp_path), "kv_type": kv_type}
     async with opened(path, page_size_tokens=page_tokens, threads=2, **choices) as loaded:
         engine = loaded.engine
         for _ in range(2):  # the second time prefixes are there, and some of them in the file
@@ -116,14 +124,14 @@ async def test_a_conversation_goes_on_with_what_was_put_away(
 DEVICES = ("cpu:0", "cpu:1")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "kv_type"), [(0, "f16"), (1, "f16"), (2, "q8_0")])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 async def test_blocks_move_with_what_was_put_away(
-    name: str, seed: int, tiny_model: TinyModel, tmp_path: Path
+    name: str, seed: int, kv_type: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     path = tiny_model(name)
     asked = [replace(one, max_tokens=100) for one in REQUESTS[:3]]
-    expected, set_bytes = await quiet(path, 16, asked)
+    expected, set_bytes = await quiet(path, 16, asked, kv_type=kv_type)
     choices: dict[str, Any] = {
         "devices": ",".join(DEVICES),
         "page_sizes": ((DEVICES[0], 16), (DEVICES[1], 4)),
@@ -131,6 +139,7 @@ async def test_blocks_move_with_what_was_put_away(
         "move_share": 0.99,
         "kv_budget_bytes": 6 * set_bytes,
         "kv_cache": str(tmp_path),
+        "kv_type": kv_type,
     }
     dice, num_moves = random.Random(seed), 0
     async with opened(path, strict=True, **choices) as loaded:
@@ -152,11 +161,14 @@ async def _moved(engine: Engine, blocks: list[int], to: str) -> None:
         await engine.move(blocks, to)
 
 
-async def test_parked_requests_come_back_to_a_budget(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+async def test_parked_requests_come_back_to_a_budget(
+    tiny_model: TinyModel, tmp_path: Path, kv_type: str
+) -> None:
     path = tiny_model("llama")
     asked = replace(REQUESTS[0], max_tokens=120, name="long")
-    expected, set_bytes = await quiet(path, 16, [asked])
-    choices = {"kv_budget_bytes": 4 * set_bytes, "kv_cache": str(tmp_path)}
+    expected, set_bytes = await quiet(path, 16, [asked], kv_type=kv_type)
+    choices = {"kv_budget_bytes": 4 * set_bytes, "kv_cache": str(tmp_path), "kv_type": kv_type}
     async with opened(path, page_size_tokens=16, **choices) as loaded:
         whole = Reply()
         async for delta in loaded.engine.generate(replace(asked, logits=True)):

@@ -54,9 +54,9 @@ async def two_devices(model: Path, **choices: Any) -> AsyncIterator[Loaded]:
         yield loaded
 
 
-async def quiet(model: Path, requests: Sequence[Request] = REQUESTS) -> list[Reply]:
+async def quiet(model: Path, requests: Sequence[Request] = REQUESTS, **choices: Any) -> list[Reply]:
     """Each alone, on one device."""
-    async with opened(model, threads=1, page_size_tokens=16) as loaded:
+    async with opened(model, threads=1, page_size_tokens=16, **choices) as loaded:
         return [await reply(loaded.engine, request) for request in requests]
 
 
@@ -154,11 +154,11 @@ async def test_all_blocks_go_there_and_back_again_and_again(model: Path) -> None
     assert all(moved.bytes_before + moved.bytes_paused > 0 for moved in done)
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_random_blocks_with_holes_go_anywhere(model: Path, seed: int) -> None:
-    expected = await quiet(model)
+@pytest.mark.parametrize(("seed", "kv_type"), [*((n, "f16") for n in range(4)), (4, "q8_0")])
+async def test_random_blocks_with_holes_go_anywhere(model: Path, seed: int, kv_type: str) -> None:
+    expected = await quiet(model, kv_type=kv_type)
     dice = random.Random(seed)
-    async with two_devices(model) as loaded:
+    async with two_devices(model, kv_type=kv_type) as loaded:
         moves = random_moves(dice, await num_blocks(loaded.engine), DEVICES)
         replies, _ = await moving(loaded.engine, REQUESTS, islice(moves, 6))
         assert bits(replies) == one_each(expected)

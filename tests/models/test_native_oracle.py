@@ -6,16 +6,19 @@ Everything goes through the Engine port: container, pager, device, compiled kern
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jitllm.engine import Request
+from jitllm.errors import UsageError
 from jitllm.models import registry
 from jitllm.models.graph import Graph
 from tests.conftest import TinyModel
-from tests.models import oracle
+from tests.models import oracle, shapes
 from tests.models.native import opened, prompt_logits, reply
+from tests.models.reference import logits as exact_logits
 from tests.models.variants import CHANGES, Change, Variant
 
 MAX_DIFFERENCE = 2e-4
@@ -34,6 +37,39 @@ async def test_float_weights_give_the_golden_logits(
             difference = await prompt_logits(model.engine, tokens, chunk_tokens) - truth
             assert np.abs(difference).max() <= MAX_DIFFERENCE
             assert np.sqrt((difference.astype(np.float64) ** 2).mean()) <= MAX_RMS
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek"])
+async def test_keys_and_values_of_signed_bytes_cost_what_they_cost_in_exact_arithmetic(
+    name: str, tiny_model: TinyModel
+) -> None:
+    """As near to exact arithmetic with such keys and values as f32 is to exact arithmetic, but for
+    ties that fall the other way: each costs as much as one of tens of thousands of roundings.
+    Chunks and pages are invisible in the bits."""
+    tokens, truth = oracle.golden(name)
+    source = oracle.model(name)
+    rounded = exact_logits(source.graph(), source.values, tokens, "q8_0")
+    cost = np.abs(rounded - truth)
+    assert cost.max() > 100 * MAX_DIFFERENCE
+    found = []
+    for page_size in (64, 16):
+        choices = {"kv_type": "q8_0", "page_size_tokens": page_size}
+        async with opened(tiny_model(name), **choices) as model:
+            found += [await prompt_logits(model.engine, tokens, n) for n in (None, 7, 1)]
+    difference = np.abs(found[0] - rounded)
+    assert difference.max() <= MAX_DIFFERENCE + 0.1 * cost.max()
+    assert np.sqrt((difference**2).mean()) <= MAX_RMS + 0.1 * np.sqrt((cost**2).mean())
+    assert all(other.tobytes() == found[0].tobytes() for other in found)
+
+
+async def test_heads_without_whole_groups_have_no_keys_and_values_of_signed_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "HEAD_DIM", 16)
+    path = shapes.write_container(tmp_path / "narrow.jlm", shapes.Shape(blocks=2, width=128))
+    with pytest.raises(UsageError, match="-kv-type q8_0 .* keys of block 0 have 16; choose f16"):
+        async with opened(path, kv_type="q8_0"):
+            pass
 
 
 @pytest.mark.parametrize("name", oracle.QUANTIZED_MIXTURES)

@@ -50,9 +50,10 @@ async def caching(model: Path, folder: Path, **choices: Any) -> AsyncIterator[Lo
         yield loaded
 
 
-async def alone(model: Path, requests: Sequence[Request]) -> list[Reply]:
+async def alone(model: Path, requests: Sequence[Request], **choices: Any) -> list[Reply]:
     """Each computed from its first token on."""
-    async with opened(model, threads=1, page_size_tokens=16, share_prefixes=False) as loaded:
+    choices = {"threads": 1, "page_size_tokens": 16, "share_prefixes": False, **choices}
+    async with opened(model, **choices) as loaded:
         return [await reply(loaded.engine, request) for request in requests]
 
 
@@ -190,10 +191,14 @@ async def test_it_is_off_where_nobody_asked_for_it(model: Path, tmp_path: Path) 
 
 async def test_other_keys_and_values_are_others(model: Path, tmp_path: Path) -> None:
     request = Request(TEXT[:100], max_tokens=3)
-    for kv_type in ("f16", "f32"):
+    for kv_type in ("f16", "f32", "q8_0"):
+        [expected] = await alone(model, [request], kv_type=kv_type)
         async with caching(model, tmp_path, kv_type=kv_type) as loaded:
             assert (await usage_of(loaded.engine, request)).cached_tokens == 0
-    assert len(os.listdir(tmp_path / "prefixes")) == 2
+        async with caching(model, tmp_path, kv_type=kv_type) as loaded:
+            assert (await reply(loaded.engine, request)).bits == expected.bits
+            assert (await loaded.engine.stats()).prefix_totals.tokens == 100
+    assert len(os.listdir(tmp_path / "prefixes")) == 3
 
 
 async def test_the_bound_holds_and_what_was_used_last_is_there(model: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_tier_that_the_cpu_lacks_is_refused_with_those_it_has() -> None:
         ({"ctx_tokens": 0}, "-ctx 0"),
         ({"prompt_chunk_tokens": 0}, "-prompt-chunk 0"),
         ({"page_size_tokens": 48}, "-page-size 48 is not a power of two"),
-        ({"kv_type": "f8"}, "-kv-type 'f8' is not available; choose f16 or f32"),
+        ({"kv_type": "f8"}, "-kv-type 'f8' is not available; choose f16 or f32 or q8_0"),
         ({"read_ahead": "maybe"}, "-read-ahead 'maybe'"),
         ({"gpu_layers": -2}, "-gpu-layers -2 is too small; the least is -1"),
         ({"placement_strict": True}, "-placement-strict is about a -placement"),

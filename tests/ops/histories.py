@@ -18,7 +18,7 @@ from jitllm.jit.tiers import Tier
 from jitllm.kernels.attention import Attention
 from jitllm.kernels.attention.reference import attention
 from jitllm.kernels.kv_write import KvWrite, page_bytes
-from jitllm.kernels.kv_write.reference import page_views
+from jitllm.kernels.kv_write.reference import Views, page_views, stored
 from jitllm.kernels.op import Buffer
 from tests.ops.harness import Rig
 
@@ -152,18 +152,17 @@ class Histories:
         """What was computed, f32 [all tokens, heads, v_dim]."""
         return np.concatenate(self.out)
 
-    def views(self, row: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Keys and values of every page of a sequence."""
+    def views(self, row: int) -> list[Views]:
+        """The matrices of every page of a sequence."""
         own = self.tables[row][BLOCK::NUM_BLOCKS]
         return [page_views(self.pages[p].view, *self.layout) for p in own]
 
     def expected(self) -> NDArray[np.float64]:
         """The reference's answer for all tokens."""
         case, out = self.case, []
-        kind = np.float16 if case.element == "f16" else np.float32
         for row, length in enumerate(case.lengths):
-            keys = self.k[row].astype(kind).transpose(1, 0, 2)
-            values = self.v[row].astype(kind).transpose(1, 0, 2)
+            keys = stored(self.k[row], case.element).transpose(1, 0, 2)
+            values = stored(self.v[row], case.element).transpose(1, 0, 2)
             for p in range(length):
                 shape = (p, case.scale, case.window, case.softcap)
                 out.append(attention(self.q[row][p], keys, values, *shape))

@@ -31,6 +31,11 @@ CASES = [
     Case(heads=2, kv_heads=1, k_dim=17, v_dim=23, window=7, element="f32", page_tokens=2),
     Case(heads=1, kv_heads=1, k_dim=32, v_dim=47, page_tokens=32),
     Case(heads=10, kv_heads=2, k_dim=48, v_dim=112, window=100, lengths=(201,)),
+    Case(element="q8_0"),
+    Case(heads=4, k_dim=256, v_dim=256, window=20, element="q8_0", lengths=(90, 1, 3)),
+    Case(heads=14, kv_heads=2, k_dim=64, v_dim=32, element="q8_0", page_tokens=1, lengths=(67, 2)),
+    Case(heads=8, kv_heads=2, k_dim=96, v_dim=160, softcap=5.0, element="q8_0", page_tokens=16),
+    Case(heads=3, kv_heads=3, k_dim=32, v_dim=96, element="q8_0", page_tokens=256, lengths=(201,)),
 ]
 
 
@@ -54,6 +59,7 @@ SPLIT = [
     Case(heads=4, k_dim=32, v_dim=32, lengths=(150, 70)),
     Case(heads=2, k_dim=40, v_dim=40, window=30, element="f32", lengths=(150, 70)),
     Case(heads=8, kv_heads=2, k_dim=64, v_dim=64, softcap=20.0, window=65, lengths=(200,)),
+    Case(heads=8, kv_heads=2, k_dim=64, v_dim=96, window=70, element="q8_0", lengths=(150, 70)),
 ]
 
 
@@ -151,13 +157,16 @@ def test_a_large_team_changes_nothing() -> None:
     assert np.array_equal(histories.all_out(), computed(case, FASTEST).all_out())
 
 
+@pytest.mark.parametrize(("element", "too_large"), [("f16", 1e6), ("q8_0", 1e8)])
 @pytest.mark.parametrize("tier", HERE)
-def test_a_later_infinity_does_not_reach_earlier_tokens(tier: Tier) -> None:
-    """A value that f16 cannot hold spoils the tokens that see it and no others, although they are
-    computed together."""
-    case = Case(heads=2, k_dim=16, v_dim=16, window=3, lengths=(12,))
+def test_a_later_infinity_does_not_reach_earlier_tokens(
+    tier: Tier, element: str, too_large: float
+) -> None:
+    """A value, or a scale, that f16 cannot hold spoils the tokens that see it and no others,
+    although they are computed together."""
+    case = Case(heads=2, k_dim=32, v_dim=32, window=3, element=element, lengths=(12,))
     histories = Histories(case)
-    histories.v[0][5] = 1e6
+    histories.v[0][5] = too_large
     histories.step(case.tokens(), tier)
     spoilt = [not np.isfinite(out).all() for out in histories.out[0]]
     assert [p for p, is_spoilt in enumerate(spoilt) if is_spoilt] == [5, 6, 7]

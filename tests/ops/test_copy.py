@@ -3,11 +3,9 @@ NumPy moves, and not a byte beside it."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +34,7 @@ HERE = [
     for tier in TIERS
 ]
 POISON = 0xEE
+ELEMENTS = ["f16", "f32", "q8_0"]
 
 # --- any copies -----------------------------------------------------------------------------------
 
@@ -79,28 +78,51 @@ def test_of_a_table_only_as_many_copies_are_made_as_asked() -> None:
 
 # --- pieces of history ----------------------------------------------------------------------------
 
-Numbers = NDArray[Any]
-ELEMENTS = {"f16": np.uint16, "f32": np.uint32}  # bits: no number is changed on its way
+Bytes = NDArray[np.uint8]
+
+
+def matrices_of(shape: KvShape, element: str) -> list[tuple[int, int]]:
+    """(rows, bytes of a position) of what a page is made of: keys, values, the scales of both."""
+    heads, k_dim, v_dim = shape.kv_heads, shape.k_dim, shape.v_dim
+    match element:
+        case "q8_0":  # four dimensions of a key are a word
+            scales = [(heads * k_dim // 32, 2), (heads * v_dim // 32, 2)]
+            return [(heads * k_dim // 4, 4), (heads, v_dim), *scales]
+        case "f16":
+            return [(heads * k_dim, 2), (heads, 2 * v_dim)]
+    return [(heads * k_dim, 4), (heads, 4 * v_dim)]
 
 
 @dataclass
 class Positions:
-    """Keys [kv_heads, k_dim, positions] and values [kv_heads, positions, v_dim] of a block."""
+    """What a block has of some positions: bytes [rows, positions, bytes of a position] of every
+    matrix."""
 
-    keys: Numbers
-    values: Numbers
+    matrices: list[Bytes]
+
+    @staticmethod
+    def of(data: Bytes, shape: KvShape, element: str, num_tokens: int) -> Positions:
+        """Those of a page, as views."""
+        found, at = [], 0
+        for rows, size in matrices_of(shape, element):
+            part = data[at : at + rows * num_tokens * size]
+            found.append(part.reshape(rows, num_tokens, size))
+            at += len(part)
+        assert at == len(data)
+        return Positions(found)
 
     def part(self, start: int, stop: int) -> Positions:
         """Some positions, as views."""
-        return Positions(self.keys[..., start:stop], self.values[:, start:stop])
+        return Positions([matrix[:, start:stop] for matrix in self.matrices])
 
     def set(self, other: Positions) -> None:
         """Overwrite all of it."""
-        self.keys[...], self.values[...] = other.keys, other.values
+        for matrix, new in zip(self.matrices, other.matrices, strict=True):
+            matrix[...] = new
 
     def to_bytes(self) -> bytes:
         """As one page."""
-        return self.keys.tobytes() + self.values.tobytes()
+        return b"".join(matrix.tobytes() for matrix in self.matrices)
 
 
 class Side:
@@ -122,19 +144,14 @@ class Side:
             for sequence in (1, 0):  # neither has neighbouring sets
                 assert self.pages.grow(sequence, min(count, num_tokens))
 
-    def page(self, block: int, index: int, memory: Numbers) -> Positions:
+    def page(self, block: int, index: int, memory: Bytes) -> Positions:
         """A page of sequence 0, as views of `memory`, which is as large as this side's."""
-        shape = self.history.shapes[block]
+        shape, element = self.history.shapes[block], self.history.kv_element
         start = self.pages.page(0, index, block) - self.memory.address
         size = self.history.num_bytes([block], self.page_tokens)
-        numbers = memory[start : start + size].view(ELEMENTS[self.history.kv_element])
-        num_keys = shape.kv_heads * shape.k_dim * self.page_tokens
-        return Positions(
-            numbers[:num_keys].reshape(shape.kv_heads, shape.k_dim, self.page_tokens),
-            numbers[num_keys:].reshape(shape.kv_heads, self.page_tokens, shape.v_dim),
-        )
+        return Positions.of(memory[start : start + size], shape, element, self.page_tokens)
 
-    def write(self, block: int, at: int, one: Positions, memory: Numbers) -> None:
+    def write(self, block: int, at: int, one: Positions, memory: Bytes) -> None:
         """One position, into the page where it belongs."""
         page = self.page(block, at // self.page_tokens, memory)
         offset = at % self.page_tokens
@@ -160,12 +177,14 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    shape = st.builds(KvShape, st.integers(1, 5), st.integers(1, 40), st.integers(1, 40))
+    element = draw(st.sampled_from(ELEMENTS))
+    dims = st.sampled_from([32, 64, 96]) if element == "q8_0" else st.integers(1, 40)
+    shape = st.builds(KvShape, st.integers(1, 5), dims, dims)
     shapes = draw(st.lists(shape, min_size=1, max_size=4))
     start, stop, num_tokens = sorted(draw(st.tuples(*[st.integers(0, 300)] * 3)))
     page_size = st.sampled_from([4, 8, 16, 32, 64, 128, 256])
     return Case(
-        draw(st.sampled_from(sorted(ELEMENTS))),
+        element,
         tuple(shapes),
         tuple(draw(st.lists(st.sampled_from(range(len(shapes))), min_size=1, unique=True))),
         max(num_tokens, 1),
@@ -178,7 +197,7 @@ def cases(draw: st.DrawFn) -> Case:
 REAL = KvShape(kv_heads=3, k_dim=64, v_dim=128)
 
 
-@pytest.mark.parametrize("element", sorted(ELEMENTS))
+@pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("sizes", [(64, 256), (256, 64), (4, 64), (64, 4), (64, 64)], ids=str)
 def test_a_history_moves_between_page_sizes(sizes: tuple[int, int], element: str) -> None:
     check(Case(element, (REAL,) * 3, (2, 0), 700, 37, 700, sizes))
@@ -223,14 +242,9 @@ def random_positions(
     rng: np.random.Generator, shape: KvShape, num_tokens: int, element: str
 ) -> Positions:
     """Every pattern of bits, NaN included."""
-    kind = np.dtype(ELEMENTS[element])
-
-    def numbers(*sizes: int) -> Numbers:
-        num_bytes = kind.itemsize * math.prod(sizes)
-        return np.frombuffer(rng.bytes(num_bytes), kind).reshape(sizes)
-
-    keys = numbers(shape.kv_heads, shape.k_dim, num_tokens)
-    return Positions(keys, numbers(shape.kv_heads, num_tokens, shape.v_dim))
+    num_bytes = num_tokens * sum(rows * size for rows, size in matrices_of(shape, element))
+    data = np.frombuffer(rng.bytes(num_bytes), np.uint8)
+    return Positions.of(data, shape, element, num_tokens)
 
 
 def test_pages_that_are_not_there_are_not_copied() -> None:

@@ -84,7 +84,7 @@ def kernels() -> list[KernelSpec]:
     found = dict.fromkeys(
         launch.kernel
         for op in ops()
-        for kv_element in ("f16", "f32")
+        for kv_element in ("f16", "f32", "q8_0")
         for bucket in (Bucket(1, 1), Bucket(512, 64))
         for launch in op_launches(op, Nowhere(kv_element), bucket)
     )

@@ -16,6 +16,9 @@ CASES = [
     Case(heads=2, kv_heads=2, k_dim=17, v_dim=31, page_tokens=16, lengths=(33,)),
     Case(heads=2, kv_heads=2, k_dim=80, v_dim=16, page_tokens=256, element="f32"),
     Case(heads=2, kv_heads=1, k_dim=9, v_dim=3, page_tokens=4, element="f32", lengths=(7, 9)),
+    Case(k_dim=64, v_dim=96, element="q8_0", lengths=(70, 3)),
+    Case(heads=6, kv_heads=3, k_dim=32, v_dim=64, page_tokens=1, element="q8_0", lengths=(5, 2)),
+    Case(heads=2, kv_heads=2, k_dim=128, v_dim=32, page_tokens=16, element="q8_0", lengths=(33,)),
 ]
 
 

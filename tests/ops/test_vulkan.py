@@ -247,7 +247,10 @@ def test_page_size_changes_nothing(case: Attended) -> None:
 
 
 def test_extreme_attention() -> None:
-    test_attention.test_a_later_infinity_does_not_reach_earlier_tokens(gpu())
+    for element, too_large in (("f16", 1e6), ("q8_0", 1e8)):
+        test_attention.test_a_later_infinity_does_not_reach_earlier_tokens(
+            gpu(), element, too_large
+        )
     test_attention.test_large_scores_neither_overflow_nor_vanish(gpu())
 
 

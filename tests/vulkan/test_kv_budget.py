@@ -74,13 +74,14 @@ def check_spilled(stats: EngineStats, budget_bytes: int) -> None:
     assert stats.kv_idle_bytes <= budget_bytes
 
 
+@pytest.mark.parametrize(("kv_type", "share"), [("f16", 1), ("q8_0", 0.55)])
 async def test_replies_have_the_bits_of_a_large_pool(
-    name: str, tiny_model: TinyModel, tmp_path: Path
+    name: str, kv_type: str, share: float, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """Alone and all at once, whatever is a prefix of what."""
-    path, budget_bytes = tiny_model(name), BUDGETS[name]
-    expected = [r.bits for r in await resident(path, REQUESTS)]
-    async with streaming(path, tmp_path, budget_bytes) as loaded:
+    path, budget_bytes = tiny_model(name), int(BUDGETS[name] * share)
+    expected = [r.bits for r in await resident(path, REQUESTS, kv_type=kv_type)]
+    async with streaming(path, tmp_path, budget_bytes, kv_type=kv_type) as loaded:
         together = await replies(loaded.engine, REQUESTS)
         check_spilled(await loaded.engine.stats(), budget_bytes)
         alone = [await reply(loaded.engine, request) for request in REQUESTS]

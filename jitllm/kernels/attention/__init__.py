@@ -26,6 +26,9 @@ class Attention:
     c = exp(m - m'), w = exp(s - m') (0 for keys out of sight); l = fma(l, c, sum of the chunk's w:
     four 16-lane vectors added in order, then `hsum`); o = o * c, then o = fma(w[key], v[key], o)
     key by key. At the end o / l. A chunk out of sight changes nothing, so it may be skipped.
+    Of q8_0, k[d, key] and v[key] are signed bytes. A group of a key comes to part = fma(q[d],
+    k[d, key], part) over its 32 d in order from 0, and acc = fma(scale of the group, part, acc);
+    w[key] is multiplied by the scale of the group before it meets values, not where l adds it up.
 
     A launch takes the keys of each row's range [from, to) (`Ctx.RANGES`): from a multiple of
     CHUNK_KEYS, to another one, or beyond the last key. A token whose first visible key is not

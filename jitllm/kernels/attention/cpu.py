@@ -15,10 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from jitllm.jit.emit import LANES, Kernel, Value, f32, f32v, i16, i32, i64, lanes_of, spans, vec
+from jitllm.jit.emit import (
+    LANES,
+    Kernel,
+    Value,
+    Var,
+    f32,
+    f32v,
+    i8,
+    i32,
+    i32v,
+    i64,
+    lanes_of,
+    spans,
+)
 from jitllm.kernels.attention import CHUNK_KEYS, Attention
+from jitllm.kernels.attention.chunks import Chunk, Chunks
+from jitllm.kernels.layout import GROUP
 from jitllm.kernels.op import Count, Ctx, Env, KernelSpec, Launch
 
 ITEM_TOKENS = 4
@@ -32,8 +47,6 @@ MIN_ITEMS = 2
 CHUNK_VECTORS = CHUNK_KEYS // LANES
 
 MINUS_INFINITY = float("-inf")
-
-_LINE_BYTES = 64
 
 
 def item_heads(heads: int, kv_heads: int) -> int:
@@ -93,20 +106,14 @@ class Shape:
     carry_stride: int
 
     @property
-    def element(self) -> Any:
-        """LLVM type of a stored key or value."""
-        return i16 if self.kv_element == "f16" else f32
-
-    @property
     def element_bytes(self) -> int:
         """Bytes of a stored key or value."""
-        return 2 if self.kv_element == "f16" else 4
+        return {"f32": 4, "f16": 2, "q8_0": 1}[self.kv_element]
 
     @property
-    def key_stride(self) -> int:
-        """Keys from one dimension to the next where a chunk is read: smaller pages are gathered
-        into one of CHUNK_KEYS."""
-        return max(self.page_tokens, CHUNK_KEYS)
+    def has_scales(self) -> bool:
+        """Whether stored keys and values are signed bytes, with a scale for each group."""
+        return self.kv_element == "q8_0"
 
     @property
     def max_rows(self) -> int:
@@ -144,16 +151,6 @@ def _num_tokens(k: Kernel, token: Value, groups: int) -> Value:
     return taken.get()
 
 
-class _Chunk(NamedTuple):
-    """Addresses of keys [k_dim, key_stride] and values [keys, v_dim], and how many bytes from each
-    of them the next chunk's lies; None where that is not known."""
-
-    keys: Value
-    values: Value
-    next_keys: Value | None = None
-    next_values: Value | None = None
-
-
 class _Body:
     """Emits one item. The attributes are addresses of per-row arrays on the stack."""
 
@@ -168,9 +165,17 @@ class _Body:
         self.maxima, self.sums, self.decays = (k.stack(f32, rows) for _ in range(3))
         self.scores = k.stack(f32, rows * CHUNK_KEYS)
         self.values = k.stack(f32, rows * self.value_bytes // 4)
-        if shape.page_tokens < CHUNK_KEYS:
-            self.gathered_keys = k.stack(shape.element, shape.k_dim * CHUNK_KEYS)
-            self.gathered_values = k.stack(shape.element, CHUNK_KEYS * shape.v_dim)
+        if shape.has_scales:
+            self.scaled_weights = k.stack(f32, self.side**2 * LANES // GROUP * CHUNK_KEYS)
+        self.chunks = Chunks(
+            k,
+            kv_heads=shape.kv_heads,
+            k_dim=shape.k_dim,
+            v_dim=shape.v_dim,
+            page_tokens=shape.page_tokens,
+            kv_element=shape.kv_element,
+            table_row=3,
+        )
 
     def item(self, token: Value, num_tokens: Value, group: Value) -> None:
         """Attend for `num_tokens` tokens of one sequence and one group of heads."""
@@ -197,7 +202,7 @@ class _Body:
         rows = num_tokens * shape.item_heads
 
         with k.loop(start & -CHUNK_KEYS, stop, CHUNK_KEYS) as base:
-            chunk = self.chunk(table, kv_head, base, start, stop)
+            chunk = self.chunks.chunk(table, kv_head, base, start, stop)
             self.tiles(rows, lambda row, count: self.score(row, count, chunk))
             with k.loop(0, rows) as row:
                 self.weigh(row, base)
@@ -248,56 +253,6 @@ class _Body:
             value = k.select(begins, k.const(0, kind), k.load(output + offset * 4, kind))
             k.store(value, self.values + row * self.value_bytes + offset * 4)
 
-    # --- keys and values of a chunk ----------------------------------------------------------
-
-    def page(self, table: Value, kv_head: Value, position: Value) -> tuple[Value, Value]:
-        """Addresses of the key column and of the value row of a position."""
-        k, shape = self.k, self.shape
-        size, per_page = shape.element_bytes, shape.page_tokens
-        page = k.load(table + position.udiv(per_page) * k.arg(3), i64)
-        offset = position.urem(per_page)
-        keys = page + (kv_head * (shape.k_dim * per_page) + offset) * size
-        values = page + shape.kv_heads * shape.k_dim * per_page * size
-        return keys, values + (kv_head * per_page + offset) * (shape.v_dim * size)
-
-    def chunk(self, table: Value, kv_head: Value, base: Value, start: Value, stop: Value) -> _Chunk:
-        """The chunk from `base` on. Only pages that hold a key of [start, stop) are touched."""
-        k, shape = self.k, self.shape
-        if shape.page_tokens >= CHUNK_KEYS:
-            keys, values = self.page(table, kv_head, base)
-            following = k.min(base + CHUNK_KEYS, (stop - 1) & -CHUNK_KEYS)
-            next_keys, next_values = self.page(table, kv_head, following)
-            return _Chunk(keys, values, next_keys - keys, next_values - values)
-        first = k.max(base, start & -shape.page_tokens)
-        with k.loop(first, k.min(base + CHUNK_KEYS, stop), shape.page_tokens) as position:
-            self.gather(self.page(table, kv_head, position), position - base)
-        return _Chunk(self.gathered_keys, self.gathered_values)
-
-    def gather(self, page: tuple[Value, Value], key: Value) -> None:
-        """Copy a small page to where its keys stand in the chunk."""
-        k, shape = self.k, self.shape
-        size, per_page = shape.element_bytes, shape.page_tokens
-        keys, values = page
-        kind = vec(shape.element, per_page)
-        with k.loop(0, shape.k_dim) as d:
-            column = k.load(keys + d * (per_page * size), kind)
-            k.store(column, self.gathered_keys + (d * CHUNK_KEYS + key) * size)
-        into = self.gathered_values + key * (shape.v_dim * size)
-        with k.loop(0, per_page * shape.v_dim * size, size) as at:
-            k.store(k.load(values + at, shape.element), into + at)
-
-    def fetch(self, address: Value, distance: Value | None, lanes: int) -> None:
-        """Fetch the keys or values at a distance from `lanes` of them at an address."""
-        if distance is not None:
-            for offset in range(0, lanes * self.shape.element_bytes, _LINE_BYTES):
-                self.k.prefetch(address + distance + offset)
-
-    def load(self, address: Value, lanes: int = LANES) -> Value:
-        """Keys or values as f32."""
-        if self.shape.kv_element == "f16":
-            return self.k.load_f16(address, lanes)
-        return self.k.load(address, lanes_of(f32, lanes))
-
     # --- the three steps of a chunk ----------------------------------------------------------
 
     def tiles(self, rows: Value, work: Callable[[Value, int], None]) -> None:
@@ -311,26 +266,63 @@ class _Body:
             with k.if_(full < rows):
                 work(full, rest)
 
-    def score(self, row: Value, count: int, chunk: _Chunk) -> None:
+    def score(self, row: Value, count: int, chunk: Chunk) -> None:
         """Scores of the chunk's keys, before `scale`, for `count` rows."""
-        k, shape = self.k, self.shape
+        k = self.k
         queries = [k.load(self.queries + (row + i) * 8, i64) for i in range(count)]
+        products = self.scaled_products if self.shape.has_scales else self.products
         for first in range(0, CHUNK_VECTORS, self.side):
-            vectors = range(first, first + self.side)
-            acc = [[k.var(0, f32v) for _ in vectors] for _ in range(count)]
-            with k.loop(0, shape.k_dim) as d:
-                at = chunk.keys + d * (shape.key_stride * shape.element_bytes)
-                at = at + first * LANES * shape.element_bytes
-                self.fetch(at, chunk.next_keys, self.side * LANES)
-                key = [self.load(at + n * LANES * shape.element_bytes) for n in range(self.side)]
-                for query, sums in zip(queries, acc, strict=True):
-                    q = k.splat(k.load(query + d * 4, f32))
-                    for column, total in zip(key, sums, strict=True):
-                        total.set(k.fma(q, column, total.get()))
-            for i, sums in enumerate(acc):
+            for i, sums in enumerate(products(queries, chunk, first)):
                 into = self.scores + (row + i) * (CHUNK_KEYS * 4)
-                for n, total in zip(vectors, sums, strict=True):
+                for n, total in enumerate(sums, first):
                     k.store(total.get(), into + n * LANES * 4)
+
+    def zeros(self, count: int) -> list[list[Var]]:
+        """Zeros for `count` rows and `side` vectors of keys."""
+        return [[self.k.var(0, f32v) for _ in range(self.side)] for _ in range(count)]
+
+    def products(self, queries: list[Value], chunk: Chunk, first: int) -> list[list[Var]]:
+        """Of queries with the keys of `side` vectors from the chunk's `first` on."""
+        k, shape, (keys, _) = self.k, self.shape, chunk
+        vector_bytes = LANES * shape.element_bytes
+        acc = self.zeros(len(queries))
+        with k.loop(0, shape.k_dim) as d:
+            at = keys.at + d * (self.chunks.row_keys * shape.element_bytes) + first * vector_bytes
+            self.chunks.fetch(at, keys.ahead, self.side * vector_bytes)
+            columns = [self.load(at + n * vector_bytes, LANES) for n in range(self.side)]
+            self.add_products(queries, d, columns, acc)
+        return acc
+
+    def scaled_products(self, queries: list[Value], chunk: Chunk, first: int) -> list[list[Var]]:
+        """The same with keys of signed bytes, four dimensions in a word: group by group."""
+        k, shape, (keys, _, scales, _) = self.k, self.shape, chunk
+        acc = self.zeros(len(queries))
+        with k.loop(0, shape.k_dim // GROUP) as group:
+            of_group = self.zeros(len(queries))
+            with k.loop(group * (GROUP // 4), (group + 1) * (GROUP // 4)) as word:
+                at = keys.at + word * (self.chunks.row_keys * 4) + first * LANES * 4
+                self.chunks.fetch(at, keys.ahead, self.side * LANES * 4)
+                words = [k.load(at + n * LANES * 4, i32v) for n in range(self.side)]
+                for i in range(4):
+                    columns = [(w << (24 - 8 * i)).sar(24).to_float() for w in words]
+                    self.add_products(queries, word * 4 + i, columns, of_group)
+            at = scales.at + group * (self.chunks.row_keys * 2) + first * LANES * 2
+            self.chunks.fetch(at, scales.ahead, self.side * LANES * 2)
+            for n in range(self.side):
+                scale = k.load_f16(at + n * LANES * 2)
+                for total, part in zip(acc, of_group, strict=True):
+                    total[n].set(k.fma(scale, part[n].get(), total[n].get()))
+        return acc
+
+    def add_products(
+        self, queries: list[Value], d: Value, columns: list[Value], acc: list[list[Var]]
+    ) -> None:
+        """Of one dimension."""
+        k = self.k
+        for query, sums in zip(queries, acc, strict=True):
+            q = k.splat(k.load(query + d * 4, f32))
+            for column, total in zip(columns, sums, strict=True):
+                total.set(k.fma(q, column, total.get()))
 
     def weigh(self, row: Value, base: Value) -> None:
         """Scores to softmax weights, relative to the largest score so far.
@@ -383,7 +375,7 @@ class _Body:
         tanh = (1.0 - t) / (t + 1.0)
         return k.select(x < 0.0, -tanh, tanh) * cap
 
-    def accumulate(self, row: Value, count: int, base: Value, chunk: _Chunk) -> None:
+    def accumulate(self, row: Value, count: int, base: Value, chunk: Chunk) -> None:
         """Add the chunk's weighted values to `count` rows.
 
         Only keys that a row sees are read for it: an unwritten slot may hold a NaN. Rows of
@@ -413,7 +405,7 @@ class _Body:
     def columns(
         self,
         row: Value,
-        chunk: _Chunk,
+        chunk: Chunk,
         column: Value,
         pieces: list[tuple[int, int]],
         ranges: list[tuple[Value, Value]],
@@ -421,11 +413,11 @@ class _Body:
         last: Value,
     ) -> None:
         """`accumulate` for the columns from `column` on, in vectors that `pieces` names."""
-        k, shape = self.k, self.shape
+        k, shape, values = self.k, self.shape, chunk[1]
         sums = self.values + row * self.value_bytes + column * 4
-        weights = self.scores + row * (CHUNK_KEYS * 4)
-        values = chunk.values + column * shape.element_bytes
-        num_lanes = sum(lanes for _, lanes in pieces)
+        first_value = values.at + column * shape.element_bytes
+        num_bytes = sum(lanes for _, lanes in pieces) * shape.element_bytes
+        weights = [self.weights_of(row + i, i, chunk, column, pieces) for i in range(len(ranges))]
         acc = []
         for i in range(len(ranges)):
             decay = k.load(self.decays + (row + i) * 4, f32)
@@ -435,12 +427,13 @@ class _Body:
 
         def add(start: Value, stop: Value, rows: range) -> None:
             with k.loop(start, stop) as key:
-                at = values + key * (shape.v_dim * shape.element_bytes)
-                self.fetch(at, chunk.next_values, num_lanes)
+                at = first_value + key * (shape.v_dim * shape.element_bytes)
+                self.chunks.fetch(at, values.ahead, num_bytes)
                 value = [self.load(at + o * shape.element_bytes, lanes) for o, lanes in pieces]
                 for i in rows:
-                    weight = k.load(weights + i * CHUNK_KEYS * 4 + key * 4, f32)
-                    for total, v in zip(acc[i], value, strict=True):
+                    of_groups = [k.load(one + key * 4, f32) for one in weights[i]]
+                    for total, v, (offset, _) in zip(acc[i], value, pieces, strict=True):
+                        weight = of_groups[offset // GROUP if shape.has_scales else 0]
                         total.set(k.fma(weight, v, total.get()))
 
         everyone = range(len(ranges))
@@ -454,6 +447,39 @@ class _Body:
             at = sums + i * self.value_bytes
             for (offset, _), total in zip(pieces, totals, strict=True):
                 k.store(total.get(), at + offset * 4)
+
+    def weights_of(
+        self, row: Value, index: int, chunk: Chunk, column: Value, pieces: list[tuple[int, int]]
+    ) -> list[Value]:
+        """Where a row's weights of the chunk's values are; of elements with scales, for each group
+        of `pieces` from `column` on, times its scale. index: of the row in its tile."""
+        k = self.k
+        weights = self.scores + row * (CHUNK_KEYS * 4)
+        if not self.shape.has_scales:
+            return [weights]
+        scales = chunk[3]
+        num_groups = self.side * LANES // GROUP
+        found = []
+        for offset in range(0, pieces[-1][0] + 1, GROUP):
+            at = scales.at + (column + offset).udiv(GROUP) * (self.chunks.row_keys * 2)
+            into = self.scaled_weights + (index * num_groups + offset // GROUP) * CHUNK_KEYS * 4
+            if index == 0:
+                self.chunks.fetch(at, scales.ahead, CHUNK_KEYS * 2)
+            for key in range(0, CHUNK_KEYS, LANES):
+                scaled = k.load(weights + key * 4, f32v) * k.load_f16(at + key * 2)
+                k.store(scaled, into + key * 4)
+            found.append(into)
+        return found
+
+    def load(self, address: Value, lanes: int) -> Value:
+        """Stored keys or values as f32, without their scale."""
+        k = self.k
+        match self.shape.kv_element:
+            case "q8_0":
+                return k.load(address, lanes_of(i8, lanes)).sext(i32).to_float()
+            case "f16":
+                return k.load_f16(address, lanes)
+        return k.load(address, lanes_of(f32, lanes))
 
     def finish(self, row: Value) -> None:
         """Write the row, divided by the sum of the weights if it ends here, and what it carries."""

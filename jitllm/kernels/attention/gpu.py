@@ -68,6 +68,7 @@ def _kernel(op: Attention, env: GpuEnv, mode: str) -> KernelSpec:
         v_dim=op.v_dim,
         page_tokens=env.page_tokens,
         f16=env.kv_element == "f16",
+        q8_0=env.kv_element == "q8_0",
         softcapped=op.softcap > 0,
         scale=_f32(op.scale),
         parts=PARTS,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from jitllm.jit.emit import LANES, Kernel, Value, f32, i16, i32, i64, lanes_of, spans
-from jitllm.kernels.kv_write import KvWrite
+from jitllm.jit.emit import LANES, Kernel, Value, f32, i8, i16, i32, i64, lanes_of, spans, vec
+from jitllm.kernels.kv_write import KvWrite, page_matrices
+from jitllm.kernels.layout import GROUP
 from jitllm.kernels.op import Count, Ctx, Env, KernelSpec, Launch
+from jitllm.kernels.quantize.cpu import quantized
 
 
 def launches(op: KvWrite, env: Env) -> list[Launch]:
@@ -41,34 +43,77 @@ def emit(
 ) -> None:
     """A key goes into a column of its page, element by element; a value is a row."""
     keys, values, column, table_row = (k.arg(n) for n in range(4))
-    element, size = (i16, 2) if kv_element == "f16" else (f32, 4)
-    staged = k.stack(element, LANES)
-
-    def store(value: Value, address: Value) -> None:
-        if kv_element == "f16":
-            k.store_f16(value, address)
-        else:
-            k.store(value, address)
+    matrices = page_matrices(kv_heads, k_dim, v_dim, kv_element)
+    kind = _Groups if kv_element == "q8_0" else _Elements
+    stored = kind(k, page_tokens, kv_element)
 
     with k.items() as item:
         token, head = item.udiv(kv_heads), item.urem(kv_heads)
         position = k.load(k.ctx(Ctx.POSITIONS) + token * 4, i32).zext(i64)
         row = k.load(k.ctx(Ctx.ROW_OF) + token * 4, i32).zext(i64)
         table = k.load(k.ctx(Ctx.TABLES) + row * 8, i64)
-        page = k.load(table + position.udiv(page_tokens) * table_row + column, i64)
-        offset = position.urem(page_tokens)
-
+        at = k.load(table + position.udiv(page_tokens) * table_row + column, i64)
+        offset, into = position.urem(page_tokens), []
+        for rows, size in matrices:
+            into.append(at + (head * (rows // kv_heads * page_tokens) + offset) * size)
+            at = at + rows * page_tokens * size
         key = keys + token * k_stride + head * (k_dim * 4)
-        into = page + (head * (k_dim * page_tokens) + offset) * size
-        for first, lanes in spans(k_dim):
-            store(k.load(key + first * 4, lanes_of(f32, lanes)), staged)
-            for lane in range(lanes):
-                at = into + (first + lane) * page_tokens * size
-                k.store(k.load(staged + lane * size, element), at)
-
         value = values + token * v_stride + head * (v_dim * 4)
-        into = (
-            page + (kv_heads * k_dim * page_tokens + (head * page_tokens + offset) * v_dim) * size
-        )
-        for first, lanes in spans(v_dim):
-            store(k.load(value + first * 4, lanes_of(f32, lanes)), into + first * size)
+        stored.key(key, k_dim, into[::2])
+        stored.value(value, v_dim, into[1::2])
+
+
+class _Elements:
+    """f16 or f32."""
+
+    def __init__(self, k: Kernel, page_tokens: int, kv_element: str) -> None:
+        self.k, self.page_tokens, self.is_half = k, page_tokens, kv_element == "f16"
+        self.element, self.size = (i16, 2) if self.is_half else (f32, 4)
+        self.staged = k.stack(self.element, LANES)
+
+    def store(self, value: Value, address: Value) -> None:
+        if self.is_half:
+            self.k.store_f16(value, address)
+        else:
+            self.k.store(value, address)
+
+    def key(self, source: Value, dim: int, into: list[Value]) -> None:
+        k, size = self.k, self.size
+        for first, lanes in spans(dim):
+            self.store(k.load(source + first * 4, lanes_of(f32, lanes)), self.staged)
+            for lane in range(lanes):
+                element = k.load(self.staged + lane * size, self.element)
+                k.store(element, into[0] + (first + lane) * self.page_tokens * size)
+
+    def value(self, source: Value, dim: int, into: list[Value]) -> None:
+        for first, lanes in spans(dim):
+            loaded = self.k.load(source + first * 4, lanes_of(f32, lanes))
+            self.store(loaded, into[0] + first * self.size)
+
+
+class _Groups:
+    """q8_0. `into`: elements, and their scales."""
+
+    def __init__(self, k: Kernel, page_tokens: int, kv_element: str) -> None:
+        self.k, self.page_tokens = k, page_tokens
+
+    def key(self, source: Value, dim: int, into: list[Value]) -> None:
+        k, words, scales = self.k, *into
+        with k.loop(0, dim // GROUP) as group:
+            for half, numbers in enumerate(self.group(source, group, scales)):
+                quads = numbers.trunc(i8).bits(vec(i32, LANES // 4))
+                for n in range(LANES // 4):
+                    word = group * (GROUP // 4) + (half * (LANES // 4) + n)
+                    k.store(quads[n], words + word * (self.page_tokens * 4))
+
+    def value(self, source: Value, dim: int, into: list[Value]) -> None:
+        k, row, scales = self.k, *into
+        with k.loop(0, dim // GROUP) as group:
+            for half, numbers in enumerate(self.group(source, group, scales)):
+                k.store(numbers.trunc(i8), row + group * GROUP + half * LANES)
+
+    def group(self, source: Value, group: Value, scales: Value) -> tuple[Value, Value]:
+        """The halves of a group, i32 [16] in -127..127; its scale is stored."""
+        scale, low, high = quantized(self.k, source + group * (GROUP * 4))
+        self.k.store_f16(scale, scales + group * (self.page_tokens * 2))
+        return low, high

@@ -1,15 +1,17 @@
-"""How keys and values are stored on a GPU: a thread an element."""
+"""How keys and values are stored on a GPU: a thread an element, or a group that has a scale."""
 
 from __future__ import annotations
 
 from jitllm.kernels.gpu import Bucket, GpuEnv, GpuLaunch, spec, threads_for
 from jitllm.kernels.kv_write import KvWrite
+from jitllm.kernels.layout import GROUP
 
 
 def launches(op: KvWrite, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
     """Arguments: k, v, bytes between rows of each, byte offset of the block's column, bytes of a
     table row."""
-    items = op.kv_heads * (op.k_dim + op.v_dim)
+    has_scales = env.kv_element == "q8_0"
+    items = op.kv_heads * (op.k_dim + op.v_dim) // (GROUP if has_scales else 1)
     threads = threads_for(items, env)
     kernel = spec(
         "kv_write",
@@ -20,6 +22,7 @@ def launches(op: KvWrite, env: GpuEnv, bucket: Bucket) -> list[GpuLaunch]:
         v_dim=op.v_dim,
         page_tokens=env.page_tokens,
         f16=env.kv_element == "f16",
+        q8_0=has_scales,
     )
     args = (
         env.buffer(op.k),

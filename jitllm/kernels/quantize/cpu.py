@@ -47,12 +47,18 @@ def emit(k: Kernel) -> None:
             _record(k, src + g * (GROUP * 4), dst + g * ACT_RECORD_BYTES)
 
 
-def _record(k: Kernel, src: Value, record: Value) -> None:
+def quantized(k: Kernel, src: Value) -> tuple[Value, Value, Value]:
+    """The scale of the 32 f32 at an address, and either half of them as i32 [16] in -127..127."""
     halves = [k.load(src + offset, f32v) for offset in (0, LANES * 4)]
     amax = k.hmax(k.max(*(k.abs(x) for x in halves)))
     scale = amax / 127.0
     inverse = k.select(amax.eq(0.0), k.const(0.0, f32), 127.0 / amax)
     lo, hi = (_round(k, x * inverse) for x in halves)
+    return scale, lo, hi
+
+
+def _record(k: Kernel, src: Value, record: Value) -> None:
+    scale, lo, hi = quantized(k, src)
     k.store(lo.trunc(i8), record)
     k.store(hi.trunc(i8), record + LANES)
     sum_lo, sum_hi = k.hsum(lo), k.hsum(hi)
