@@ -60,10 +60,10 @@ class Stepper:
         """The rows of the next step."""
         queues = self._queues
         num_replies = sum(sequence.is_replying for sequence in queues.running)
-        num_newcomers = plan.num_newcomers(
+        newcomers = plan.newcomers(
             queues.waiting, queues.running, self._budget, queues.refused_tokens
         )
-        prompt_tokens = self.pace.prompt_tokens(num_replies, num_newcomers)
+        prompt_tokens = self.pace.prompt_tokens(num_replies, *newcomers)
         return plan.spans(queues.running, self._budget, prompt_tokens)
 
     async def step(self, spans: tuple[Span, ...], hidden: bytes | None = None) -> OutOfPages | None:

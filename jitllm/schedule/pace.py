@@ -8,9 +8,10 @@ little after a step that was fast enough and lowered a little after one that was
 the number whose median step is just fast enough, however noisy the machine.
 
 All that is for replies that a newcomer slows down. Where several wait for their first token, and
-there are at most twice as many replies as they, prompts go ahead: replies take part in steps that
-are as long as if there were none. Throttled, they would keep the many from starting for the sake of
-the few, and compute the few alone, at the price of all. Knows counts and seconds. Reads no clock.
+there are at most twice as many replies as they, or one step is enough for all of them, prompts go
+ahead: replies take part in steps that are as long as if there were none. Throttled, they would keep
+the many from starting for the sake of the few, and compute the few alone, at the price of all.
+Knows counts and seconds. Reads no clock.
 """
 
 from __future__ import annotations
@@ -97,13 +98,16 @@ class Pace:
         """Whether a step without prompts takes no time that someone new would mind."""
         return bool(self._plain_s) and median(self._plain_s) <= MAX_STEP_S
 
-    def prompt_tokens(self, num_replies: int, num_newcomers: int) -> int:
+    def prompt_tokens(self, num_replies: int, num_newcomers: int, pending_tokens: int) -> int:
         """Most prompt tokens of the next step.
 
         num_replies: rows that are in the middle of a reply. num_newcomers: who waits for a first
-        token, and has a row or could.
+        token, and has a row or could; pending_tokens: what is left of their prompts.
         """
-        self._is_ahead = num_newcomers > 1 and REPLIES_PER_NEWCOMER * num_newcomers >= num_replies
+        self._is_ahead = num_newcomers > 1 and (
+            num_replies <= REPLIES_PER_NEWCOMER * num_newcomers
+            or pending_tokens <= self._without_replies()
+        )
         if num_replies and not self._is_ahead:
             if not self._plain_s or self._owed:
                 return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jitllm.schedule.sequence import Sequence
 from jitllm.schedule.step import Span, SpanOutputs
@@ -20,6 +21,13 @@ class Budget:
     rows: int
     tokens: int
     outputs: int
+
+
+class Newcomers(NamedTuple):
+    """Sequences without a token of a reply: how many, and what is left of their prompts."""
+
+    count: int
+    tokens: int
 
 
 def urgency(sequence: Sequence) -> tuple[float, ...]:
@@ -72,16 +80,17 @@ def has_room(waiting: Seq[Sequence], running: Seq[Sequence], budget: Budget, que
     return queue < 0 or len(waiting) < queue + rows
 
 
-def num_newcomers(
+def newcomers(
     waiting: Seq[Sequence],
     running: Seq[Sequence],
     budget: Budget,
     refused_tokens: int | None = None,
-) -> int:
-    """How many wait for their first token, and have a row or could: there is one, and room."""
-    could = sum(refused_tokens is None or s.promised_tokens < refused_tokens for s in waiting)
-    num_prompts = sum(not sequence.is_replying for sequence in running)
-    return num_prompts + min(could, max(budget.rows - len(running), 0))
+) -> Newcomers:
+    """Who waits for a first token, and has a row or could: there is one, and room."""
+    could = [s for s in waiting if refused_tokens is None or s.promised_tokens < refused_tokens]
+    prompts = [s for s in running if not s.is_replying]
+    prompts += could[: max(budget.rows - len(running), 0)]
+    return Newcomers(len(prompts), sum(sequence.num_pending for sequence in prompts))
 
 
 def spans(

@@ -54,7 +54,7 @@ def feed(
     """What the steps take until a prompt of that length is computed."""
     taken = []
     while length > 0:
-        tokens = min(learnt.prompt_tokens(replies, newcomers), length)
+        tokens = min(learnt.prompt_tokens(replies, newcomers, length), length)
         taken.append(machine(replies, tokens))
         learnt.observe(replies, tokens, taken[-1])
         length -= tokens
@@ -97,14 +97,14 @@ def test_a_prompt_uses_what_costs_nothing() -> None:
     feed(learnt, machine, 4, 20_000)
     for _ in range(2):
         learnt.observe(4, 0, machine(4, 0))
-    assert learnt.prompt_tokens(4, 1) > 400
+    assert learnt.prompt_tokens(4, 1, 5000) > 400
 
 
 def test_the_first_bite_beside_replies_is_small_and_comes_after_a_look() -> None:
     learnt = Pace(MAX_TOKENS)
-    assert learnt.prompt_tokens(8, 1) == 0  # what do replies take alone?
+    assert learnt.prompt_tokens(8, 1, 5000) == 0  # what do replies take alone?
     learnt.observe(8, 0, 0.01)
-    assert learnt.prompt_tokens(8, 1) == pace.FIRST_TOKENS
+    assert learnt.prompt_tokens(8, 1, 5000) == pace.FIRST_TOKENS
 
 
 def test_most_steps_of_replies_have_no_prompts() -> None:
@@ -112,7 +112,7 @@ def test_most_steps_of_replies_have_no_prompts() -> None:
     learnt.observe(8, 0, 0.01)
     taken = []
     for _ in range(40):
-        taken.append(learnt.prompt_tokens(8, 1))
+        taken.append(learnt.prompt_tokens(8, 1, 5000))
         learnt.observe(8, taken[-1], 0.012)
     assert [tokens > 0 for tokens in taken[:6]] == [True, False, False, True, False, True]
     assert taken.count(0) == 24
@@ -124,7 +124,7 @@ def test_a_machine_that_got_slower_is_believed() -> None:
     feed(learnt, line(0.04, 0.003), 8, 3000)
     for _ in range(2):
         learnt.observe(8, 0, 0.064)
-    assert learnt.prompt_tokens(8, 1) in range(16, 41)  # 0.064 / 0.003 * 1.2
+    assert learnt.prompt_tokens(8, 1, 5000) in range(16, 41)  # 0.064 / 0.003 * 1.2
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 512])
@@ -133,7 +133,7 @@ def test_limits_are_kept(max_tokens: int) -> None:
     for replies in (0, 8, 3):
         for seconds in (1e-6, 10.0, 1e-6):
             for _ in range(50):
-                tokens = learnt.prompt_tokens(replies, 1)
+                tokens = learnt.prompt_tokens(replies, 1, 5000)
                 assert 0 <= tokens <= max_tokens
                 learnt.observe(replies, tokens, seconds)
 
@@ -146,10 +146,10 @@ def test_without_replies_a_step_is_short_only_if_someone_waits(
     token_s: float, least: int, most: int
 ) -> None:
     learnt, machine = Pace(MAX_TOKENS), line(0.004, token_s)
-    assert learnt.prompt_tokens(0, 2) == pace.FIRST_ALONE_TOKENS
+    assert learnt.prompt_tokens(0, 2, 5000) == pace.FIRST_ALONE_TOKENS
     feed(learnt, machine, 0, 20_000, newcomers=2)
-    assert learnt.prompt_tokens(0, 1) == MAX_TOKENS
-    assert least <= learnt.prompt_tokens(0, 2) <= most
+    assert learnt.prompt_tokens(0, 1, 5000) == MAX_TOKENS
+    assert least <= learnt.prompt_tokens(0, 2, 5000) <= most
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_newcomers_go_ahead_of_few_replies(replies: int, newcomers: int, go_ahea
     """Without a look at what replies take alone, without steps that are theirs, and as fast as the
     bound on a step allows."""
     machine, learnt = line(0.004, 0.0003), Pace(MAX_TOKENS)
-    learnt.prompt_tokens(replies, newcomers)
-    assert (learnt.prompt_tokens(replies, newcomers) > 0) == go_ahead
+    learnt.prompt_tokens(replies, newcomers, 5000)
+    assert (learnt.prompt_tokens(replies, newcomers, 5000) > 0) == go_ahead
     for _ in range(3):
         learnt.observe(replies, 0, machine(replies, 0))
     taken = feed(learnt, machine, replies, 5000, newcomers)
@@ -172,9 +172,18 @@ def test_newcomers_go_ahead_of_few_replies(replies: int, newcomers: int, go_ahea
         assert median(late) <= 2 * alone
 
 
+@pytest.mark.parametrize(("pending", "go_ahead"), [(100, True), (200, False)])
+def test_newcomers_that_one_step_is_enough_for_go_ahead(pending: int, go_ahead: bool) -> None:
+    machine, learnt = line(0.004, 0.0003), Pace(MAX_TOKENS)
+    feed(learnt, machine, 0, 5000, newcomers=2)  # 128 tokens a step
+    learnt.observe(30, 0, machine(30, 0))
+    assert (learnt.prompt_tokens(30, 2, pending) >= pending) == go_ahead
+    assert learnt.prompt_tokens(30, 1, pending) < 50
+
+
 def test_replies_have_their_pace_again_once_newcomers_are_few() -> None:
     machine, learnt = line(0.004, 0.0003), Pace(MAX_TOKENS)
     learnt.observe(8, 0, machine(8, 0))
-    before = learnt.prompt_tokens(8, 1)
+    before = learnt.prompt_tokens(8, 1, 5000)
     feed(learnt, machine, 8, 2000, newcomers=8)
-    assert learnt.prompt_tokens(8, 1) == before
+    assert learnt.prompt_tokens(8, 1, 5000) == before

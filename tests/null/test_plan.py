@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitllm.memory.prefix import reusable
-from jitllm.schedule.plan import Budget, has_room, next_admission, num_newcomers, spans
+from jitllm.schedule.plan import Budget, has_room, newcomers, next_admission, spans
 from jitllm.schedule.sequence import MAX_PASSED, Sequence
 from jitllm.schedule.step import SpanOutputs
 
@@ -193,17 +193,20 @@ def test_a_queue_has_room(num_waiting: int, num_running: int, queue: int, expect
 @pytest.mark.parametrize(
     ("running", "waiting", "refused_tokens", "expected"),
     [
-        ([reply(0), reply(1)], [], None, 0),
-        ([reply(0), prompt(1, 5)], [prompt(2, 5)], None, 2),
-        ([reply(n) for n in range(3)], [prompt(n, 5) for n in range(3, 9)], None, 1),
-        ([reply(n) for n in range(4)], [prompt(9, 5)], None, 0),
-        ([reply(0)], [prompt(1, 5), prompt(2, 100)], 100, 1),  # there is no room for the other
+        ([reply(0), reply(1)], [], None, (0, 0)),
+        ([reply(0), prompt(1, 50, 20)], [prompt(2, 5)], None, (2, 35)),
+        ([reply(n) for n in range(3)], [prompt(n, 5) for n in range(3, 9)], None, (1, 5)),
+        ([reply(n) for n in range(4)], [prompt(9, 5)], None, (0, 0)),
+        ([reply(0)], [prompt(1, 5), prompt(2, 100)], 100, (1, 5)),  # no room for the other
     ],
 )
 def test_newcomers_are_those_who_could_begin(
-    running: list[Sequence], waiting: list[Sequence], refused_tokens: int | None, expected: int
+    running: list[Sequence],
+    waiting: list[Sequence],
+    refused_tokens: int | None,
+    expected: tuple[int, int],
 ) -> None:
-    assert num_newcomers(waiting, running, BUDGET, refused_tokens) == expected
+    assert newcomers(waiting, running, BUDGET, refused_tokens) == expected
 
 
 def test_a_budget_of_one_row_serves_one_after_another() -> None:
