@@ -26,7 +26,7 @@ class Budget:
 class Newcomers(NamedTuple):
     """Sequences without a token of a reply: how many, and what is left of their prompts."""
 
-    count: int
+    num: int
     tokens: int
 
 
