@@ -100,20 +100,24 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def jitllm_speed(command: list[str], prompt: int, decode: int, depth: int = 0) -> dict[str, float]:
-    """One repetition of `jitllm speed`: medians of its samples, of what was asked for."""
-    flags = ["-p", str(prompt), "-n", str(decode), "-depth", str(depth), "-r", "1", "-json"]
+def jitllm_speed(
+    command: list[str], prompt: int, decode: int, depth: int = 0, times: int = 1
+) -> dict[str, float]:
+    """`jitllm speed`: medians of its samples, of what was asked for."""
+    flags = ["-p", str(prompt), "-n", str(decode), "-depth", str(depth), "-r", str(times), "-json"]
     found = json.loads(_output([*command, *flags]))
     rates = {"prefill": found["prefill_tok_s"], "decode": found["decode_tok_s"]}
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 
-def llama_bench(command: list[str], prompt: int, decode: int, depth: int = 0) -> dict[str, float]:
-    """One repetition of llama.cpp's `llama-bench`."""
-    flags = ["-p", str(prompt), "-n", str(decode), "-d", str(depth), "-r", "1", "-o", "json"]
+def llama_bench(
+    command: list[str], prompt: int, decode: int, depth: int = 0, times: int = 1
+) -> dict[str, float]:
+    """llama.cpp's `llama-bench`: medians of its samples."""
+    flags = ["-p", str(prompt), "-n", str(decode), "-d", str(depth), "-r", str(times), "-o", "json"]
     rows = json.loads(_output([*command, *flags]))
     names = {True: "prefill", False: "decode"}
-    return {names[row["n_prompt"] > 0]: row["avg_ts"] for row in rows}
+    return {names[row["n_prompt"] > 0]: statistics.median(row["samples_ts"]) for row in rows}
 
 
 def _output(command: list[str]) -> str:

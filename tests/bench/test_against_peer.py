@@ -41,11 +41,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "decode", "depth"), [(512, 128, 0), (48, 0, 0), (0, 128, 4096)], ids=str
+    ("prompt", "decode", "depth", "times"),
+    [(512, 128, 0, 1), (48, 0, 0, 9), (0, 128, 4096, 1)],
+    ids=str,
 )
-def test_a_model_against_the_peer(model: Path, prompt: int, decode: int, depth: int) -> None:
-    """Both engines alternate; the numbers are shown, not judged."""
-    against_the_peer(Path(SOURCE or ""), model, prompt, decode, depth)
+def test_a_model_against_the_peer(
+    model: Path, prompt: int, decode: int, depth: int, times: int
+) -> None:
+    """Both engines alternate; the numbers are shown, not judged. times: what is short is done so
+    often for one sample."""
+    against_the_peer(Path(SOURCE or ""), model, prompt, decode, depth, times)
 
 
 @pytest.mark.parametrize("weight_type", ["Q4_K", "Q8_0", "Q4_0", "Q6_K"])
@@ -63,13 +68,15 @@ def converted(source: Path, model: Path) -> Path:
     return model
 
 
-def against_the_peer(source: Path, model: Path, prompt: int, decode: int, depth: int = 0) -> None:
+def against_the_peer(
+    source: Path, model: Path, prompt: int, decode: int, depth: int = 0, times: int = 1
+) -> None:
     """Show the ratios of one amount of work."""
     ours = [sys.executable, "-m", "jitllm.cli.main", "speed", str(model), "-threads", THREADS]
     peer = [str(PEER), "-m", str(source), "-t", THREADS]
     for ratio in compare(
-        lambda: jitllm_speed(ours, prompt, decode, depth),
-        lambda: llama_bench(peer, prompt, decode, depth),
+        lambda: jitllm_speed(ours, prompt, decode, depth, times),
+        lambda: llama_bench(peer, prompt, decode, depth, times),
         PAIRS,
     ):
         print(f"\n{model.stem} pp{prompt} tg{decode} d{depth} {ratio}")
