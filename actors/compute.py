@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from actors.decode import Decode
-from actors.messages.device import Outcome, Step
+from actors.hosted import ExpertHost
+from actors.messages.device import AskExperts, Carried, Outcome, Step
 from actors.mixtures import Mixtures
 from actors.overflow import Overflow
 from actors.parts import Parts
 from actors.seats import Seats
 from actors.supply import Supply
 from jitllm.devices.runner import Runner
+from jitllm.errors import JitllmError
 from jitllm.memory.pages import KvPages
 from jitllm.memory.use import Phase
 from jitllm.schedule.step import Span, phase_of
@@ -45,8 +47,8 @@ class Flight:
 
 
 class Compute:
-    """See above. mixtures: what runs blocks whose experts come one by one. failure: what a flight
-    that failed ends with."""
+    """See above. mixtures: what runs blocks whose experts are asked in the middle. expert_host:
+    what computes experts of others' blocks. failure: what a flight that failed ends with."""
 
     def __init__(
         self,
@@ -55,12 +57,14 @@ class Compute:
         seats: Seats,
         supply: Supply,
         mixtures: Mixtures | None,
+        expert_host: ExpertHost | None,
         failure: Callable[[Exception], Exception],
     ) -> None:
         self._runner = runner
         self._seats = seats
         self._supply = supply
         self._mixtures = mixtures
+        self._expert_host = expert_host
         self._failure = failure
         self._thread = ThreadPoolExecutor(1, "jitllm compute")
         self._flight: Flight | None = None
@@ -96,6 +100,18 @@ class Compute:
                 if lease is not None:
                     await self._supply.release(lease)
             start, is_first = stop, False
+
+    @property
+    def asks_experts(self) -> bool:
+        """Whether experts of some blocks are asked in the middle of a step."""
+        return self._mixtures is not None
+
+    async def answer(self, message: AskExperts) -> Carried:
+        """Compute for a step of another device; there is none here meanwhile."""
+        await self.halt()
+        if self._expert_host is None:
+            raise JitllmError("this device computes no experts for others")
+        return await self._expert_host.answer(self._thread, message)
 
     async def _run_blocks(
         self, rows: Sequence[tuple[int, int]], start: int, stop: int, **parts: bool

@@ -21,10 +21,12 @@ from actors.actor import Actor
 from actors.compute import Compute
 from actors.decode import Decode, outcome_of, results
 from actors.describe import describe
+from actors.hosted import ExpertHost
 from actors.mailbox import Lost
 from actors.messages.device import (
     Abandon,
     Adopt,
+    AskExperts,
     Bring,
     Brought,
     Carried,
@@ -61,7 +63,6 @@ from actors.parcels import Parcels
 from actors.parts import Parts
 from actors.seats import Seats
 from actors.supply import Supply
-from jitllm.devices import memory
 from jitllm.devices.runner import Runner
 from jitllm.engine import Logits
 from jitllm.errors import JitllmError, PlacementError
@@ -93,7 +94,8 @@ class Device(Actor):
 
     hidden, logits: what goes in and out of the blocks. outbox: memory that others read what is
     handed to them from. compiled_kernels, compile_s: what making the program took. owned: what ends
-    with the device. mixtures: what runs blocks whose experts come one by one.
+    with the device. mixtures: what runs blocks whose experts are asked in the middle. expert_host:
+    what computes experts of blocks that other devices have.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Device(Actor):
         pages: KvPages,
         history: History,
         supply: Supply,
-        outbox: memory.Span,
+        outbox: Outbox,
         *,
         hidden: Buffer,
         logits: Buffer,
@@ -111,6 +113,7 @@ class Device(Actor):
         compile_s: float,
         owned: ExitStack,
         mixtures: Mixtures | None = None,
+        expert_host: ExpertHost | None = None,
     ) -> None:
         self._runner = runner
         self._pages = pages
@@ -127,15 +130,17 @@ class Device(Actor):
         self._is_short = False  # since the last step that took pages
         self._problem = ""
         self._seats = Seats(runner, pages, supply, lambda: self._name)
-        self._compute = Compute(runner, pages, self._seats, supply, mixtures, self._failure)
+        self._compute = Compute(
+            runner, pages, self._seats, supply, mixtures, expert_host, self._failure
+        )
         self._overflow = self._compute.overflow
-        hidden_bytes = hidden.stride_bytes * runner.limits.tokens
-        self._outbox = Outbox(outbox, hidden_bytes, lambda: self._name)
-        owned.callback(self._outbox.detach)
+        self._outbox = outbox
+        owned.callback(outbox.detach)
         self._parcels = Parcels(runner, pages, self._seats, history, self._overflow, self._outbox)
 
     async def on_start(self) -> None:
         """Scratch is charged to the host's budget, in place of what a predecessor held."""
+        self._outbox.name = self._name
         num_bytes = self._runner.host_bytes + self._outbox.num_bytes
         await self._supply.begin(self.context.me, num_bytes)
 
@@ -184,6 +189,8 @@ class Device(Actor):
             case Bring():
                 work = self._guarded(self._bring(message))
                 return self.context.later(work, f"bring {message.block}")
+            case AskExperts():
+                return await self._compute.answer(message)
             case Missing():
                 is_here = message.sequence in self._seats
                 return self._pages.missing(message.sequence) if is_here else 0
@@ -316,13 +323,14 @@ class Device(Actor):
         """Begin with what the leg before ended with."""
         num_bytes = len(hidden) if isinstance(hidden, bytes) else hidden.num_bytes
         with self._outbox.readable(hidden) as address:
-            self._runner.take_hidden(address, num_bytes)
+            self._runner.take(self._hidden, address, num_bytes // self._hidden.stride_bytes)
 
     def _hand_hidden(self, message: Step) -> Carried:
         """What the next leg begins with."""
-        num_bytes = self._hidden.stride_bytes * sum(len(span.tokens) for span in message.spans)
-        self._runner.hand_hidden(self._outbox.hidden_address, num_bytes)
-        return self._outbox.hidden(num_bytes, inline=message.inline)
+        num_tokens = sum(len(span.tokens) for span in message.spans)
+        self._runner.hand(self._hidden, self._outbox.step_address, num_tokens)
+        num_bytes = self._hidden.stride_bytes * num_tokens
+        return self._outbox.of_step(num_bytes, inline=message.inline)
 
     def _last_hidden(self, message: Step) -> tuple[tuple[int, bytes], ...]:
         """Copies of the hidden states that are asked for; the head leaves them as they are."""
@@ -331,7 +339,7 @@ class Device(Actor):
         for span in message.spans:
             token += len(span.tokens)
             if span.sequence in message.last_hidden:
-                row = string_at(self._outbox.hidden_address + (token - 1) * size, size)
+                row = string_at(self._outbox.step_address + (token - 1) * size, size)
                 rows.append((span.sequence, row))
         return tuple(rows)
 
@@ -340,8 +348,9 @@ class Device(Actor):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether the whole model is here, and may stay for any number of steps."""
-        return self._supply.has_all(self._head) and self._head in self._ownership.owned
+        """Whether the whole model is here, may stay for any number of steps, and asks nobody."""
+        has_all = self._supply.has_all(self._head) and self._head in self._ownership.owned
+        return has_all and not self._compute.asks_experts
 
     # --- steps without a message for each ----------------------------------------------------
 

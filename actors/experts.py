@@ -75,6 +75,10 @@ class ExpertPager:
         """Whether a block has experts that come one by one."""
         return block in self._residency.expert_bytes
 
+    def serves(self, block: int) -> bool:
+        """Whether experts of a block may be needed here."""
+        return self._residency.is_placed(block)
+
     @property
     def use(self) -> ExpertUse:
         """What is held, and what was done so far."""

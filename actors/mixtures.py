@@ -1,30 +1,49 @@
-"""Steps through blocks whose experts come one by one, once it is known which of them a step needs.
+"""Steps through blocks whose experts are asked in the middle, once it is known which a step needs.
 
-Part of a CPU device. Knows which stretch of a program follows which lease. Knows no sequence.
+Part of a device. Knows which stretch of a program comes when, and who computes the products with
+experts: this device, as they come one by one, or the host (`actors.hosted`). Knows no sequence.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor
 from contextlib import closing
 from functools import partial
+from typing import Protocol
 
 from actors.messages.pager import Unreadable
 from actors.supply import LeasedWeights
 from jitllm.devices.host import Pass
-from jitllm.devices.mixtures import MixtureProgram, Stretch
+from jitllm.devices.mixtures import MixtureProgram, Stretch, Stretches
+from jitllm.devices.runner import Runner
 
 PassesOf = Callable[[range], Generator[Pass, None, None]]
+Work = Callable[[], None]
+
+
+class Experts(Protocol):
+    """Who computes the products with experts."""
+
+    async def ask(self, compute: Executor, block: int, beside: Work | None) -> None:
+        """Have what the chosen experts of a block say, of the step that is in the runner.
+
+        compute: the thread that nothing else is done in. beside: to be done there meanwhile. Raises
+        `PageError`, with the rows of the step that need it, for an expert that cannot be read.
+        """
+        ...
 
 
 class Mixtures:
-    """Computes with whichever experts are there, while others come."""
+    """Runs a program stretch by stretch. experts: of each block whose experts are asked."""
 
-    def __init__(self, program: MixtureProgram, weights: LeasedWeights) -> None:
-        self._program = program
-        self._weights = weights
+    def __init__(
+        self, runner: Runner, stretches: Stretches, experts: Mapping[int, Experts]
+    ) -> None:
+        self._runner = runner
+        self._stretches = stretches
+        self._experts = experts
 
     async def run(
         self,
@@ -37,29 +56,42 @@ class Mixtures:
         begins: bool,
         ends: bool,
     ) -> None:
-        """`Runner.run` in `compute`, for leased blocks. passes_of: of the attention of some blocks.
+        """`Runner.run` in `compute`. passes_of: of the attention of some blocks.
 
-        Raises `PageError`, with the rows of the step that need it, for an expert that cannot be
-        read.
+        Raises what `Experts.ask` raises.
         """
         loop = asyncio.get_running_loop()
-        stretches = self._program.stretches(start, stop, embeds=embeds, begins=begins, ends=ends)
-        for stretch in stretches:
+        runs = self._runner.sections(start, stop, embeds=embeds, begins=begins, ends=ends)
+        for stretch in self._stretches.of(runs, begins=begins, ends=ends):
             await loop.run_in_executor(compute, self._run, stretch, passes_of)
             if stretch.block is not None:
-                await self._ask_experts(compute, stretch, stretch.block)
+                beside = partial(self._run_beside, stretch) if stretch.beside else None
+                await self._experts[stretch.block].ask(compute, stretch.block, beside)
 
     def _run(self, stretch: Stretch, passes_of: PassesOf) -> None:
         with closing(passes_of(stretch.begun)) as passes:
-            self._program.run(stretch, passes)
+            self._runner.run_sections(
+                stretch.sections, passes, begins=stretch.begins, ends=stretch.ends
+            )
 
-    async def _ask_experts(self, compute: Executor, stretch: Stretch, block: int) -> None:
+    def _run_beside(self, stretch: Stretch) -> None:
+        self._runner.run_sections(stretch.beside, begins=False, ends=False)
+
+
+class PagedExperts:
+    """Computes with whichever experts are there, while others come."""
+
+    def __init__(self, program: MixtureProgram, weights: LeasedWeights) -> None:
+        self._program = program
+        self._weights = weights
+
+    async def ask(self, compute: Executor, block: int, beside: Work | None) -> None:
+        """See `Experts`."""
         loop = asyncio.get_running_loop()
         left = self._program.needed()
         coming = self._weights.acquire_experts(block, left)
-        if stretch.beside:
-            beside = loop.run_in_executor(compute, self._program.run_beside, stretch)
-            found, _ = await asyncio.gather(coming, beside)
+        if beside is not None:
+            found, _ = await asyncio.gather(coming, loop.run_in_executor(compute, beside))
         else:
             found = await coming
         while True:

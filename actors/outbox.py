@@ -1,11 +1,11 @@
 """What a device hands to others, and where it reads what they hand to it.
 
-Knows memory of this process and of others. Knows neither hidden states nor history.
+Knows memory of this process and of others. Knows neither hidden states, experts nor history.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from ctypes import c_char_p, c_void_p, cast, string_at
 
@@ -16,13 +16,14 @@ from jitllm.errors import JitllmError
 
 
 class Outbox:
-    """See above. span: memory that others read. hidden_bytes: the part of it that hidden states
-    leave through; parcels of history do behind it. name: what the device is called."""
+    """See above. span: memory that others read. step_bytes: the part of it that what a step hands
+    on leaves through; parcels of history do behind it."""
 
-    def __init__(self, span: memory.Span, hidden_bytes: int, name: Callable[[], str]) -> None:
+    def __init__(self, span: memory.Span, step_bytes: int) -> None:
         self._span = span
-        self._hidden_bytes = hidden_bytes
-        self._name = name
+        self._step_bytes = step_bytes
+        self.name = ""
+        """What the device is called."""
         self._attachments = ExitStack()
         self._attached: dict[memory.Handle, int] = {}
 
@@ -32,22 +33,22 @@ class Outbox:
         return self._span.num_bytes
 
     @property
-    def hidden_address(self) -> int:
-        """Where hidden states are to be written."""
+    def step_address(self) -> int:
+        """Where what a step hands on is to be written."""
         return self._span.address
 
     @property
     def parcel_address(self) -> int:
         """Where a parcel is."""
-        return self._span.address + self._hidden_bytes
+        return self._span.address + self._step_bytes
 
-    def hidden(self, num_bytes: int, *, inline: bool) -> Carried:
-        """Hidden states that were written, for whoever asked. inline: as bytes."""
+    def of_step(self, num_bytes: int, *, inline: bool) -> Carried:
+        """What was written of a step, for whoever asked. inline: as bytes."""
         return self._carried(0, num_bytes, inline=inline)
 
     def parcel(self, num_bytes: int, *, inline: bool) -> Carried:
         """A parcel that was written."""
-        return self._carried(self._hidden_bytes, num_bytes, inline=inline)
+        return self._carried(self._step_bytes, num_bytes, inline=inline)
 
     def _carried(self, offset: int, num_bytes: int, *, inline: bool) -> Carried:
         if inline:
@@ -62,7 +63,7 @@ class Outbox:
             return
         yield self._address(data)
         if not memory.holds(data.handle):
-            raise Lost(self._name(), "what it was handed had gone before it could read it")
+            raise Lost(self.name, "what it was handed had gone before it could read it")
 
     def _address(self, piece: Slice) -> int:
         """Where bytes of another device can be read here."""
@@ -71,7 +72,7 @@ class Outbox:
                 attached = self._attachments.enter_context(memory.attach(piece.handle))
             except JitllmError as error:  # who handed it on has died since
                 problem = f"it could not read what it was handed: {error}"
-                raise Lost(self._name(), problem) from error
+                raise Lost(self.name, problem) from error
             self._attached[piece.handle] = attached
         return self._attached[piece.handle] + piece.offset
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -77,6 +77,8 @@ class Pager(Actor):
 
     is_empty: nothing is until a `Place`; otherwise everything is. experts_used: experts that a
     token needs in a block, where they come one by one; 0 where a block comes with all of its own.
+    apart: the blocks where they do, if not all. hosted: those whose experts are the host's to
+    serve, wherever they are placed. is_host: this is the host's.
     """
 
     def __init__(
@@ -89,9 +91,15 @@ class Pager(Actor):
         direct: bool = True,
         is_empty: bool = False,
         experts_used: int = 0,
+        apart: frozenset[int] | None = None,
+        hosted: frozenset[int] = frozenset(),
+        is_host: bool = False,
     ) -> None:
         self._container = container
         self._experts_used = experts_used
+        self._apart = apart
+        self._hosted = hosted
+        self._is_host = is_host
         self._memory = memory
         self._direct = direct
         self._is_empty = is_empty
@@ -118,8 +126,12 @@ class Pager(Actor):
         dense region cannot be read.
         """
         self._owned = ExitStack()
+        everything = range(len(self._container.header.blocks) if self._experts_used else 0)
         self._weights = Weights(
-            self._container, self._memory, direct=self._direct, apart=self._experts_used > 0
+            self._container,
+            self._memory,
+            direct=self._direct,
+            apart=everything if self._apart is None else self._apart,
         )
         self._owned.enter_context(self._weights)
         self._executor = ThreadPoolExecutor(_NUM_PAGE_INS, "jitllm-pager")
@@ -145,7 +157,7 @@ class Pager(Actor):
             self._weights, self._experts_used, self.context, self._use, self._expert_reads
         )
         self._owned.callback(self._experts.close)
-        self._experts.place(range(self._residency.num_blocks) if placed is None else placed)
+        self._place_experts(range(self._residency.num_blocks) if placed is None else placed)
         self._divide()
         if self._dense.need(is_needed=not self._is_empty):
             await self._dense.bring()
@@ -167,7 +179,7 @@ class Pager(Actor):
             case Acquire():
                 return self._acquire(message)
             case AcquireExperts():
-                self._check_placed(message.block)
+                self._check_experts_placed(message.block)
                 return self._experts.acquire(message)
             case Release():
                 self._release(message.lease)
@@ -250,11 +262,21 @@ class Pager(Actor):
         if not self._residency.is_placed(block):
             raise JitllmError(f"block {block} is not placed in {self.context.me.name}")
 
+    def _check_experts_placed(self, block: int) -> None:
+        self._check_block(block)
+        if not self._experts.serves(block):
+            self._check_placed(block)
+
+    def _place_experts(self, blocks: Iterable[int]) -> None:
+        """Serve the experts of placed blocks, but for those that the host serves."""
+        own = set(blocks) - self._hosted
+        self._experts.place(own | self._hosted if self._is_host else own)
+
     def _place(self, message: Place) -> asyncio.Future[None] | None:
         for block in message.blocks:
             self._check_block(block)
         self._evict(self._residency.place(message.blocks))
-        self._experts.place(message.blocks)
+        self._place_experts(message.blocks)
         self._fetches.abandon_unplaced()
         self._settle()
         # Nobody waits for these: who places may be who holds them.

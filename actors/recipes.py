@@ -19,8 +19,10 @@ from actors.actor import Ref
 from actors.beside import beside
 from actors.decode import TOP_BYTES
 from actors.device import Device
+from actors.hosted import ExpertHost, Host, HostedExperts
 from actors.messages.pager import Locate, Located
-from actors.mixtures import Mixtures
+from actors.mixtures import Experts, Mixtures, PagedExperts
+from actors.outbox import Outbox
 from actors.pager import Pager
 from actors.relocate import PARCEL_BYTES
 from actors.route import Route, Site
@@ -29,8 +31,9 @@ from actors.supply import LeasedWeights
 from jitllm.config import KvType, ReadAhead
 from jitllm.devices.host import HostProgram, Limits
 from jitllm.devices.host_runner import HostRunner
-from jitllm.devices.memory import Handle, HostMemory, Memory, SharedMemory, Span, attach
-from jitllm.devices.mixtures import MixtureProgram
+from jitllm.devices.memory import Handle, HostMemory, Memory, SharedMemory, attach
+from jitllm.devices.mixtures import Crossing, MixtureProgram, Stretches, expert_blocks
+from jitllm.devices.runner import Runner
 from jitllm.errors import JitllmError
 from jitllm.formats.jlm import Container, TensorEntry
 from jitllm.formats.jlm_head import expert_places
@@ -62,7 +65,7 @@ class PagerRecipe:
     """A pager of one container.
 
     is_shared: devices are in other processes than it. is_empty: it serves no block, and reads
-    nothing, until it is told to `Place` some. experts_used: see `Pager`.
+    nothing, until it is told to `Place` some. experts_used, apart, hosted, is_host: see `Pager`.
     """
 
     container: Container
@@ -71,6 +74,9 @@ class PagerRecipe:
     is_shared: bool
     is_empty: bool = False
     experts_used: int = 0
+    apart: frozenset[int] | None = None
+    hosted: frozenset[int] = frozenset()
+    is_host: bool = False
 
     async def make(self) -> Pager:
         """See `Recipe`."""
@@ -82,6 +88,9 @@ class PagerRecipe:
             self.read_ahead,
             is_empty=self.is_empty,
             experts_used=self.experts_used,
+            apart=self.apart,
+            hosted=self.hosted,
+            is_host=self.is_host,
         )
 
 
@@ -150,7 +159,8 @@ class ModelOnDevice:
     weights lie in the extents. is_shared: other devices are in other processes than it. cache:
     compiled kernels. progress: told about kernels that are compiled; it does not travel to another
     process. kv_budget_sets: page sets that may be in the device's memory, the others go elsewhere;
-    0 for any number.
+    0 for any number. hosted: blocks whose experts the host computes. host: the device that it is,
+    with whether it is on another node; None on itself.
     """
 
     pager: Ref
@@ -165,6 +175,8 @@ class ModelOnDevice:
     cache: ObjectCache
     progress: Compiling | None = None
     kv_budget_sets: int = 0
+    hosted: frozenset[int] = frozenset()
+    host: Host | None = None
 
     @property
     def keeps_dense(self) -> bool:
@@ -197,11 +209,26 @@ class ModelOnDevice:
         kind = PrefixKind(b"", tuple(history.num_bytes((block,), 1) for block in blocks), 0)
         return max(PARCEL_BYTES, kind.position_bytes, kind.parcel_bytes)
 
-    def outbox(self) -> Span:
-        """Memory for hidden states of a step, then for a parcel of history."""
-        num_bytes = self.graph.hidden.stride_bytes * self.limits.tokens + self.parcel_bytes
+    @property
+    def crossings(self) -> dict[int, Crossing]:
+        """What crosses between a device and the host for the experts of hosted blocks."""
+        return {block: Crossing.of(self.graph.blocks[block]) for block in self.hosted}
+
+    def outbox(self, owned: ExitStack) -> Outbox:
+        """Memory for what a step hands on, then for a parcel of history."""
+        tokens = self.limits.tokens
+        crossing = (crossing.num_bytes(tokens) for crossing in self.crossings.values())
+        step_bytes = max(self.graph.hidden.stride_bytes * tokens, *crossing, 0)
         memory: Memory = SharedMemory() if self.is_shared else HostMemory()
-        return memory.reserve(num_bytes, huge_pages=False)
+        span = memory.reserve(step_bytes + self.parcel_bytes, huge_pages=False)
+        return Outbox(owned.enter_context(span), step_bytes)
+
+    def hosted_experts(self, runner: Runner, outbox: Outbox) -> dict[int, Experts]:
+        """Who computes the experts of hosted blocks on a device that is not the host."""
+        if self.host is None:
+            return {}
+        experts = HostedExperts(runner, outbox, self.host, self.crossings)
+        return dict.fromkeys(self.hosted, experts)
 
     @property
     def head(self) -> tuple[Op, ...]:
@@ -268,20 +295,26 @@ class DeviceRecipe(ModelOnDevice):
             )
             # Compiling takes seconds, and other models may be at work in this process.
             program = await beside(lambda cancelled: build(progress=self.reporting(cancelled)))
-            outbox = owned.enter_context(self.outbox())
+            outbox = self.outbox(owned)
             runner = HostRunner(
                 program,
                 Copier(compiler),
-                hidden=graph.hidden,
                 logits=graph.logits,
                 top_bytes=TOP_BYTES,
                 threads=threads,
                 kind=self.tier,
             )
             supply = LeasedWeights(self.pager, graph.num_blocks, keeps_dense=self.keeps_dense)
-            mixtures = None
+            mixtures: Mixtures | None = None
+            expert_host: ExpertHost | None = None
             if self.has_apart:
-                mixtures = Mixtures(MixtureProgram(program, graph.blocks), supply)
+                asked = expert_blocks(graph.blocks)
+                paged = PagedExperts(MixtureProgram(program, graph.blocks), supply)
+                experts = dict.fromkeys(asked, paged) | self.hosted_experts(runner, outbox)
+                stretches = Stretches(program.blocks, graph.blocks, asked)
+                mixtures = Mixtures(runner, stretches, experts)
+                if self.host is None:
+                    expert_host = ExpertHost(runner, outbox, paged, self.crossings)
             return Device(
                 runner,
                 pages,
@@ -295,6 +328,7 @@ class DeviceRecipe(ModelOnDevice):
                 compile_s=perf_counter() - began_s,
                 owned=owned.pop_all(),
                 mixtures=mixtures,
+                expert_host=expert_host,
             )
         raise AssertionError("unreachable")
 

@@ -158,6 +158,8 @@ class Route:
         site = self.sites[dead]
         if site.has_memory and not self._gpus_fall_back:
             raise error
+        if self._placement.hosted and dead == self._placement.host:
+            raise error  # nobody else computes these experts
         self._give_up(dead, error)
         paging = [name for name, other in self.sites.items() if not other.has_memory]
         self.placement = self._placement.without(dead, paging or list(self.sites))
@@ -317,7 +319,12 @@ class Route:
             known = [(name, await self._stats(name, pager)) for name, pager in pagers.items()]
             stats = {name: s for name, s in known if s is not None}
             needs = [
-                Need(name, s.fixed_bytes, s.placed_bytes + extra.get(name, 0))
+                Need(
+                    name,
+                    s.fixed_bytes,
+                    s.placed_bytes + extra.get(name, 0),
+                    s.experts.all_bytes if self._placement.hosted and s.experts else 0,
+                )
                 for name, s in stats.items()
             ]
             shares = dict(zip(stats, divide_budget(num_bytes, needs), strict=True))

@@ -13,7 +13,9 @@ from actors.beside import beside
 from actors.copied_weights import CopiedWeights
 from actors.decode import TOP_BYTES
 from actors.device import Device
+from actors.mixtures import Mixtures
 from actors.recipes import ModelOnDevice
+from jitllm.devices.mixtures import Stretches
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.devices.vulkan.device import Device as VulkanDevice
 from jitllm.devices.vulkan.instance import Instance
@@ -39,7 +41,7 @@ _STAGE_BYTES = 1 << 20
 class VulkanRecipe(ModelOnDevice):
     """A Vulkan device. name: what people call it. index: its place in the loader's list.
     budget_bytes: most memory that is taken of it. is_unified: it is the host's memory. block_bytes:
-    of each block's extent."""
+    what is held here of each block, with its experts or without."""
 
     name: str
     index: int
@@ -90,7 +92,6 @@ class VulkanRecipe(ModelOnDevice):
                 pipelines,
                 mirrors,
                 staging,
-                hidden=graph.hidden,
                 logits=graph.logits,
                 top_bytes=TOP_BYTES,
                 parcel_bytes=self.parcel_bytes,
@@ -108,7 +109,11 @@ class VulkanRecipe(ModelOnDevice):
                     windows,
                 )
             pages = KvPages(memory, self.page_tokens, self.num_page_sets, columns=(), spill=spill)
-            outbox = owned.enter_context(self.outbox())
+            outbox = self.outbox(owned)
+            mixtures: Mixtures | None = None
+            if experts := self.hosted_experts(runner, outbox):
+                stretches = Stretches(program.blocks, graph.blocks, experts)
+                mixtures = Mixtures(runner, stretches, experts)
             supply = CopiedWeights(
                 self.pager,
                 located,
@@ -133,6 +138,7 @@ class VulkanRecipe(ModelOnDevice):
                 compiled_kernels=compiler.compiled,
                 compile_s=perf_counter() - began_s,
                 owned=owned.pop_all(),
+                mixtures=mixtures,
             )
         raise AssertionError("unreachable")
 

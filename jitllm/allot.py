@@ -5,7 +5,7 @@ Plain functions of a configuration, a container's header and what there is. Know
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +16,7 @@ from jitllm.devices.choose import ChosenDevice, choose_devices
 from jitllm.devices.cpus import CpuShare, cpu_shares, numa_nodes
 from jitllm.devices.grammar import parse_devices
 from jitllm.devices.host import Limits
+from jitllm.devices.mixtures import expert_blocks
 from jitllm.devices.vulkan.found import default_budget, find_vulkan, may_take_vulkan
 from jitllm.errors import PlacementError, UsageError
 from jitllm.formats.jlm import Header
@@ -33,7 +34,7 @@ from jitllm.memory.prefix_file import PrefixKind
 from jitllm.memory.prefix_store import PrefixFolder
 from jitllm.models.graph import Graph
 from jitllm.schedule.place import BlockCost, Room, place
-from jitllm.schedule.placement import Decline, Placement
+from jitllm.schedule.placement import HOSTED, Decline, Placement
 from jitllm.schedule.placement_map import parse_map
 from jitllm.units import format_size
 
@@ -121,13 +122,15 @@ def first_placement(
     header: Header,
     chosen: Sequence[ChosenDevice],
     limits: Limits,
+    hosted: frozenset[int],
 ) -> tuple[Placement, tuple[Decline, ...]]:
-    """Where everything begins, and what was asked for in vain."""
+    """Where everything begins, and what was asked for in vain. hosted: see `hosted_of`."""
     context = context_tokens_of(config, graph)
     history = History(graph.kv, config.kv_type)
-    sizes: Sequence[int] = header.frame_bytes
-    if experts_used_of(config, graph, header) and not any(one.device.is_gpu for one in chosen):
-        sizes = [extent.length for extent in header.blocks]  # a GPU would have the experts too
+    sizes = held_bytes(header, hosted)
+    has_gpu = any(one.device.is_gpu for one in chosen)  # which would have the experts too
+    if experts_used_of(config, graph, header, hosted) and not has_gpu:
+        sizes = held_bytes(header, range(graph.num_blocks))
     costs = [
         BlockCost(num_bytes, history.num_bytes((block,), context))
         for block, num_bytes in enumerate(sizes)
@@ -143,9 +146,26 @@ def first_placement(
         declines = ()
     if config.placement is None:
         return placement, declines
+    placement = replace(placement, hosted=hosted, host=host_of(config, chosen) or "")
     return parse_map(config.placement).resolve(
         graph.num_blocks, names, placement, strict=config.placement_strict
     )
+
+
+def hosted_of(config: ResolvedConfig, graph: Graph) -> frozenset[int]:
+    """The blocks whose experts the host computes, wherever the block is.
+
+    Raises `UsageError` where experts are to come with their blocks.
+    """
+    if config.placement is None:
+        return frozenset()
+    wanted = parse_map(config.placement).hosted(graph.num_blocks)
+    if wanted and config.experts == "blocks":
+        raise UsageError(
+            f"-placement with {HOSTED}: -experts blocks keeps experts with their blocks",
+            "leave -experts out",
+        )
+    return wanted & expert_blocks(graph.blocks)
 
 
 def context_tokens_of(config: ResolvedConfig, graph: Graph) -> int:
@@ -205,12 +225,20 @@ def kv_budget_sets(config: ResolvedConfig, graph: Graph, page_tokens: int) -> in
     return config.kv_budget_bytes // set_bytes
 
 
-def experts_used_of(config: ResolvedConfig, graph: Graph, header: Header) -> int:
+def held_bytes(header: Header, apart: Container[int]) -> tuple[int, ...]:
+    """What a device holds of each block. apart: blocks without their experts."""
+    whole = enumerate(header.frame_bytes)
+    return tuple(header.blocks[b].length if b in apart else size for b, size in whole)
+
+
+def experts_used_of(
+    config: ResolvedConfig, graph: Graph, header: Header, hosted: frozenset[int]
+) -> int:
     """Experts that a token needs in a block where they are paged one by one, else 0."""
     ops = (op for op in graph.ops() if isinstance(op, ExpertMatMul))
     used = next((op.used for op in ops), 0)
     is_apart = are_apart(config.experts, header.weight_bytes, config.maxmem_bytes)
-    return used if is_apart else 0
+    return used if is_apart or hosted else 0
 
 
 def park_folder(config: ResolvedConfig) -> Path:

@@ -19,6 +19,7 @@ import actors
 from actors.actor import AnyRuntime, Recipe, Ref
 from actors.beside import beside
 from actors.client import Client
+from actors.hosted import Host
 from actors.local import Runtime
 from actors.member import Member as Member
 from actors.member import Seat, lookup
@@ -237,7 +238,8 @@ async def open_engine(
         objects, here = cache or ObjectCache(default_directory()), runtime.here
         chosen, shares = await beside(lambda _: allot.devices_of(config, hosts, here, objects))
         host = allot.host_of(config, chosen)
-        experts_used = allot.experts_used_of(config, graph, header)
+        hosted = allot.hosted_of(config, graph)
+        experts_used = allot.experts_used_of(config, graph, header, hosted)
         pagers: dict[str, Ref] = {}
         for device in (one.device for one in chosen):
             pagers[device.name] = await runtime.start(
@@ -247,7 +249,10 @@ async def open_engine(
                     config.read_ahead,
                     ray is not None,
                     is_empty=device.is_gpu,
-                    experts_used=0 if device.is_gpu else experts_used,
+                    experts_used=experts_used if hosted or not device.is_gpu else 0,
+                    apart=hosted if device.is_gpu else None,
+                    hosted=hosted,
+                    is_host=device.name == host,
                 ),
                 f"pager {device.name}",
                 node=device.node,
@@ -257,8 +262,10 @@ async def open_engine(
             if not device.is_gpu:  # which would keep it for itself only while it is read
                 dense.setdefault(device.node, pagers[device.name])
         sites: dict[str, Site] = {}
-        for one, share in zip(chosen, shares, strict=True):
+        # The host first: others may ask it.
+        for one, share in sorted(zip(chosen, shares, strict=True), key=lambda c: c[0].name != host):
             device, pager = one.device, pagers[one.name]
+            asked = sites.get(host or "") if hosted else None
             page_tokens = dict(config.page_sizes).get(device.name, config.page_size_tokens)
             settings: dict[str, Any] = {
                 "pager": pager,
@@ -271,6 +278,8 @@ async def open_engine(
                 "context_tokens": context_tokens,
                 "kv_budget_sets": allot.kv_budget_sets(config, graph, page_tokens),
                 "is_shared": ray is not None,
+                "hosted": hosted,
+                "host": asked and Host(asked.device, is_far=asked.node != device.node),
                 "cache": objects,
                 "progress": partial(progress, "compiling kernels")
                 if progress and not ray
@@ -284,7 +293,7 @@ async def open_engine(
                     budget_bytes=allot.vram_of(one, config),
                     is_unified=device.is_unified,
                     name=device.name,
-                    block_bytes=header.frame_bytes,
+                    block_bytes=allot.held_bytes(header, hosted),
                     **settings,
                 )
             else:
@@ -301,7 +310,8 @@ async def open_engine(
                 recipe, f"device {device.name}", restarts=True, node=device.node
             )
             sites[device.name] = Site(made, pager, device.node, has_memory=device.is_gpu)
-        target, declines = allot.first_placement(config, graph, header, chosen, limits)
+        sites = {one.name: sites[one.name] for one in chosen}
+        target, declines = allot.first_placement(config, graph, header, chosen, limits, hosted)
         placement = target
         if config.gpu_grow and host is not None:
             gpus = [one.name for one in chosen if one.device.is_gpu]
@@ -313,7 +323,8 @@ async def open_engine(
                 placement=placement,
                 host_bytes=config.maxmem_bytes,
                 budget=Budget(rows=limits.rows, tokens=limits.tokens, outputs=limits.outputs),
-                block_bytes=(*header.frame_bytes, 0),  # the head is in the dense region
+                # The head is in the dense region.
+                block_bytes=(*allot.held_bytes(header, hosted), 0),
                 kv_bytes=tuple(history.num_bytes((block,), 1) for block in range(graph.num_blocks)),
                 context_tokens=context_tokens,
                 vocab=graph.vocab,

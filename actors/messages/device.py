@@ -265,6 +265,23 @@ class Stream(Message[Refused | None]):
 
 
 @dataclass(frozen=True, slots=True)
+class AskExperts(Message[Carried]):
+    """Compute what experts of `block` say to the tokens of a step that the sender is at.
+
+    Answered with rows of what `Crossing.gives` names. Whoever has the block need not be you. Raises
+    `PageError`, with the rows of the step that need it, for an expert that cannot be read.
+    """
+
+    block: int
+    row_of: tuple[int, ...]
+    """The row of the step that each token is of."""
+    data: Carried
+    """Rows of what `Crossing.takes` names."""
+    inline: bool = False
+    """Whether the answer leaves the node."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare(Message[Refused | None]):
     """These blocks will come to you in `epoch`: make room for their weights, keys and values."""
 
@@ -389,6 +406,7 @@ DeviceMessage = (
     Open
     | Step
     | Steps
+    | AskExperts
     | DeviceStatsRequest
     | Stream
     | Prepare

@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 class Run(BaseModel):
-    """Blocks in a row on one device, or the head. `what` is "0-8" or "head"; blocks: how many."""
+    """Blocks in a row on one device, or the head. `what` is "0-8" or "head"; blocks: how many.
+
+    hosted: the host computes their routed experts.
+    """
 
     what: str
     device: str
@@ -37,6 +40,7 @@ class Run(BaseModel):
     weight_bytes: int
     pinned: bool
     streamed: bool
+    hosted: bool
 
 
 class PlacementReply(BaseModel):
@@ -156,10 +160,11 @@ def _report(served: Served, stats: EngineStats, moved: tuple[Moved, ...] = ()) -
 def _runs(served: Served, stats: EngineStats) -> Iterator[Run]:
     placement, header = stats.placement, served.header
 
-    def where(index: int) -> tuple[str, bool, bool]:
-        return placement.owner(index), index in placement.pinned, index in placement.streamed
+    def where(index: int) -> tuple[str, bool, bool, bool]:
+        is_pinned, is_streamed = index in placement.pinned, index in placement.streamed
+        return placement.owner(index), is_pinned, is_streamed, placement.is_hosted(index)
 
-    for (device, pinned, streamed), run in groupby(range(placement.num_blocks), where):
+    for (device, pinned, streamed, hosted), run in groupby(range(placement.num_blocks), where):
         blocks = list(run)
         yield Run(
             what=runs_text(blocks),
@@ -168,8 +173,9 @@ def _runs(served: Served, stats: EngineStats) -> Iterator[Run]:
             weight_bytes=sum(header.frame_bytes[block] for block in blocks),
             pinned=pinned,
             streamed=streamed,
+            hosted=hosted,
         )
-    device, pinned, streamed = where(placement.num_blocks)
+    device, pinned, streamed, hosted = where(placement.num_blocks)
     yield Run(
         what=HEAD,
         device=device,
@@ -177,4 +183,5 @@ def _runs(served: Served, stats: EngineStats) -> Iterator[Run]:
         weight_bytes=header.dense.length,
         pinned=pinned,
         streamed=streamed,
+        hosted=hosted,
     )

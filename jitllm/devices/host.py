@@ -263,6 +263,7 @@ class StepMemory:
         ):
             self._ctx[word] = values.buffer_info()[0]
         self._ctx[Ctx.ONE] = 1
+        self.num_tokens = 0
 
     @property
     def address(self) -> int:
@@ -284,6 +285,7 @@ class StepMemory:
 
     def set_counts(self, num_tokens: int, num_outputs: int) -> None:
         """Set the counts that launches are multiplied by."""
+        self.num_tokens = num_tokens
         self._ctx[Ctx.NUM_TOKENS] = num_tokens
         self._ctx[Ctx.NUM_OUTPUTS] = num_outputs
         self._ctx[Ctx.TOKEN_PANELS] = -(-num_tokens // PANEL_TOKENS)

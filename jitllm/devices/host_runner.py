@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from ctypes import memmove
 
-from jitllm.devices.host import HostProgram
+from jitllm.devices.host import HostProgram, Pass
 from jitllm.devices.runner import Tables
 from jitllm.jit.copy import Copier
 from jitllm.kernels.op import Buffer, Ctx
@@ -34,15 +35,14 @@ class HostSeat:
 
 
 class HostRunner:
-    """See `Runner`. hidden, logits: what goes in and out of the program's blocks. top_bytes: room
-    for the likeliest tokens of an output. kind: the instructions that kernels are made of."""
+    """See `Runner`. logits: what comes out of the program. top_bytes: room for the likeliest tokens
+    of an output. kind: the instructions that kernels are made of."""
 
     def __init__(
         self,
         program: HostProgram,
         copier: Copier,
         *,
-        hidden: Buffer,
         logits: Buffer,
         top_bytes: int,
         threads: int,
@@ -51,7 +51,6 @@ class HostRunner:
         self._program = program
         self._copier = copier
         self._logits = logits
-        self._hidden = program.buffer(hidden)
         self._top_bytes = top_bytes
         self.limits = program.limits
         self.num_blocks = program.num_blocks
@@ -59,6 +58,7 @@ class HostRunner:
         self.kind = kind
         self.step = program.step
         self.run = program.run
+        self.sections = program.sections
         records = array("B", bytes(RECORD_BYTES * program.limits.outputs))
         tops = array("B", bytes(top_bytes * program.limits.outputs))
         self.records, self.tops = memoryview(records), memoryview(tops)
@@ -83,13 +83,19 @@ class HostRunner:
         """See `Runner`."""
         return HostSeat(max_tokens, biases)
 
-    def take_hidden(self, address: int, num_bytes: int) -> None:
+    def run_sections(
+        self, sections: range, passes: Iterable[Pass] = (), *, begins: bool, ends: bool
+    ) -> None:
         """See `Runner`."""
-        memmove(self._hidden, address, num_bytes)
+        self._program.run_sections(sections, passes)
 
-    def hand_hidden(self, address: int, num_bytes: int) -> None:
+    def take(self, buffer: Buffer, address: int, num_rows: int) -> None:
         """See `Runner`."""
-        memmove(address, self._hidden, num_bytes)
+        memmove(self._program.buffer(buffer), address, num_rows * buffer.stride_bytes)
+
+    def hand(self, buffer: Buffer, address: int, num_rows: int) -> None:
+        """See `Runner`."""
+        memmove(address, self._program.buffer(buffer), num_rows * buffer.stride_bytes)
 
     def read_logits(self, first_row: int, into: memoryview) -> None:
         """See `Runner`."""

@@ -1,9 +1,9 @@
-"""Blocks of a program whose experts are not there before a step has chosen among them.
+"""Blocks whose experts are elsewhere, or are not there before a step has chosen among them.
 
 Such a block is computed in four parts: up to the choice; what needs no chosen expert, as shared
 ones do not; what the chosen experts say; and the rest. The third one may be run several times, each
 time with some of the experts: a pair of a token and an expert has rows of its own, and what is
-written elsewhere meanwhile is written again.
+written elsewhere meanwhile is written again. It may be run on another device, too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from jitllm.kernels.dispatch import HEAD_BYTES, RECORD_BYTES, Dispatch
 from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.expert_matmul.cpu import addresses
-from jitllm.kernels.op import Const, Op
+from jitllm.kernels.op import Buffer, Const, Op
 
 if TYPE_CHECKING:
-    from jitllm.devices.host import HostProgram, Pass
+    from jitllm.devices.host import HostProgram
 
 _HEAD, _RECORD = HEAD_BYTES // 4, RECORD_BYTES // 4  # in words
 
@@ -31,7 +31,26 @@ def parts(ops: Sequence[Op]) -> list[Sequence[Op]]:
         return [ops]
     known = next(index for index, op in enumerate(ops) if isinstance(op, Dispatch)) + 1
     first, stop = chosen[0], chosen[-1] + 1
-    return [ops[:known], ops[known:first], ops[first:stop], ops[stop:]]
+    needed, beside = _divided(ops[known:first], ops[first:stop])
+    return [(*ops[:known], *needed), beside, ops[first:stop], ops[stop:]]
+
+
+def _divided(ops: Sequence[Op], products: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """Ops before products: those that these need, and the others, each in order."""
+    needed: list[Op] = []
+    others: list[Op] = []
+    names = {buffer.name for op in products for buffer in op.reads}
+    for op in reversed(ops):
+        is_needed = any(buffer.name in names for buffer in op.writes)
+        (needed if is_needed else others).append(op)
+        if is_needed:
+            names |= {buffer.name for buffer in op.reads}
+    return needed[::-1], others[::-1]
+
+
+def expert_blocks(blocks: Sequence[Sequence[Op]]) -> frozenset[int]:
+    """The blocks with experts."""
+    return frozenset(block for block, ops in enumerate(blocks) if _first(ops) is not None)
 
 
 def _first(ops: Sequence[Op]) -> ExpertMatMul | None:
@@ -40,18 +59,86 @@ def _first(ops: Sequence[Op]) -> ExpertMatMul | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Crossing:
+    """What goes to another device for a block's products with experts, and what comes back: rows of
+    tokens of some buffers, one buffer behind the other."""
+
+    takes: tuple[Buffer, ...]
+    gives: tuple[Buffer, ...]
+
+    @staticmethod
+    def of(ops: Sequence[Op]) -> Crossing:
+        """That of a block with experts."""
+        _, _, products, rest = parts(ops)
+        written = {buffer for op in products for buffer in op.writes}
+        taken = (buffer for op in products for buffer in op.reads if buffer not in written)
+        given = (buffer for op in rest for buffer in op.reads if buffer in written)
+        return Crossing(tuple(dict.fromkeys(taken)), tuple(dict.fromkeys(given)))
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """The most that goes one way, for so many tokens."""
+        return max(rows_bytes(self.takes, num_tokens), rows_bytes(self.gives, num_tokens))
+
+
+def rows_bytes(buffers: Iterable[Buffer], num_tokens: int) -> int:
+    """What rows of so many tokens take."""
+    return num_tokens * sum(buffer.stride_bytes for buffer in buffers)
+
+
+@dataclass(frozen=True, slots=True)
 class Stretch:
     """Sections of a program that are run together. begun: blocks that begin there. block: whose
-    experts are asked then, if it is not None; beside: what can be run while they come."""
+    experts are asked then, if it is not None; beside: what can be run while they come. begins,
+    ends: as of the run that it is of."""
 
     sections: range
     begun: range
     block: int | None
-    beside: range = range(0)
+    beside: range
+    begins: bool
+    ends: bool
+
+
+class Stretches:
+    """How a program is run where experts of some blocks are asked between two native calls.
+
+    sections: of each block of the program, the last four of one with experts as in `parts`. blocks:
+    the ops of all blocks, in order. asking: those whose experts are asked.
+    """
+
+    def __init__(
+        self, sections: Sequence[range], blocks: Sequence[Sequence[Op]], asking: Iterable[int]
+    ) -> None:
+        self._starts = [of_block.start for of_block in sections]
+        self._blocks = {sections[block].stop - 2: block for block in asking}
+        self._has_beside = {block: bool(parts(blocks[block])[1]) for block in asking}
+
+    def of(self, runs: Iterable[range], *, begins: bool, ends: bool) -> Iterator[Stretch]:
+        """runs: sections of a program, in order."""
+        found = [stretch for sections in runs for stretch in self._divided(sections)]
+        last = len(found) - 1
+        for number, (sections, begun, block, beside) in enumerate(found):
+            is_first, is_last = number == 0, number == last
+            yield Stretch(
+                sections, begun, block, beside, begins=begins and is_first, ends=ends and is_last
+            )
+
+    def _divided(self, sections: range) -> Iterator[tuple[range, range, int | None, range]]:
+        first = sections.start
+        for section in sections:
+            if (block := self._blocks.get(section)) is not None:
+                beside = range(section - 1, section) if self._has_beside[block] else range(0)
+                yield range(first, section - 1), self._begun(first, section), block, beside
+                first = section + 1
+        yield range(first, sections.stop), self._begun(first, sections.stop), None, range(0)
+
+    def _begun(self, first: int, stop: int) -> range:
+        """The blocks whose first section is one of these."""
+        return range(bisect_left(self._starts, first), bisect_left(self._starts, stop))
 
 
 class MixtureProgram:
-    """A program of which some blocks have experts that come one by one."""
+    """A program of the host, of which some blocks have experts that come one by one."""
 
     def __init__(self, program: HostProgram, blocks: Sequence[Sequence[Op]]) -> None:
         """blocks: the ops of all blocks of the program, in order."""
@@ -59,10 +146,7 @@ class MixtureProgram:
         found = {block: product for block, ops in enumerate(blocks) if (product := _first(ops))}
         # Blocks have their tables in the same memory, one after the other.
         ((self._table, self._used),) = {(op.table, op.used) for op in found.values()}
-        self._sections = {block: program.blocks[block].start + 2 for block in found}
-        self._starts = [sections.start for sections in program.blocks]
-        self._blocks = {section: block for block, section in self._sections.items()}
-        self._has_beside = {block: bool(parts(blocks[block])[1]) for block in found}
+        self._sections = {block: program.blocks[block].stop - 2 for block in found}
         self._addresses = {block: self._tables(blocks[block]) for block in found}
         self._panels: dict[int, list[list[int]]] = {}
 
@@ -71,34 +155,6 @@ class MixtureProgram:
         products = (op for op in ops if isinstance(op, ExpertMatMul))
         tables = [addresses(op.weight, self._program) for op in products]
         return [(table, memoryview(table.data).cast("Q").tolist()) for table in tables]
-
-    def stretches(
-        self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool
-    ) -> Iterator[Stretch]:
-        """`HostProgram.run`, stretch by stretch."""
-        for sections in self._program.sections(
-            start, stop, embeds=embeds, begins=begins, ends=ends
-        ):
-            first = sections.start
-            for section in sections:
-                if (block := self._blocks.get(section)) is not None:
-                    beside = range(section - 1, section) if self._has_beside[block] else range(0)
-                    begun = self._begun(first, section)
-                    yield Stretch(range(first, section - 1), begun, block, beside)
-                    first = section + 1
-            yield Stretch(range(first, sections.stop), self._begun(first, sections.stop), None)
-
-    def _begun(self, first: int, stop: int) -> range:
-        """The blocks whose first section is one of these."""
-        return range(bisect_left(self._starts, first), bisect_left(self._starts, stop))
-
-    def run(self, stretch: Stretch, passes: Iterable[Pass]) -> None:
-        """One native call without passes; these are of blocks that begin there."""
-        self._program.run_sections(stretch.sections, passes)
-
-    def run_beside(self, stretch: Stretch) -> None:
-        """What needs no chosen expert of the stretch's block."""
-        self._program.run_sections(stretch.beside)
 
     def needed(self) -> tuple[int, ...]:
         """The experts that were chosen in the block that was computed last, each of them once."""

@@ -8,11 +8,11 @@ Knows no sequence, no page set and no budget: whoever has those says what lies w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from jitllm.devices.host import Limits, Pass
-from jitllm.kernels.op import Ctx
+from jitllm.kernels.op import Buffer, Ctx
 
 Tables = Callable[[int], "array[int]"]
 """From the address of a piece of history to the copies that make it, or that take it in."""
@@ -21,6 +21,7 @@ Tables = Callable[[int], "array[int]"]
 class StepArrays(Protocol):
     """A step as kernels read it: context words and per-token arrays. See `kernels.op.Ctx`."""
 
+    num_tokens: int
     tokens: Any
     positions: Any
     row_of: Any
@@ -113,12 +114,25 @@ class Runner(Protocol):
         """
         ...
 
-    def take_hidden(self, address: int, num_bytes: int) -> None:
-        """Hidden states at a host address are what the step begins with."""
+    def sections(
+        self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool
+    ) -> Iterator[range]:
+        """What `run` consists of: sections of the program, in order."""
         ...
 
-    def hand_hidden(self, address: int, num_bytes: int) -> None:
-        """Write hidden states to a host address; nothing runs meanwhile."""
+    def run_sections(
+        self, sections: range, passes: Iterable[Pass] = (), *, begins: bool, ends: bool
+    ) -> None:
+        """Some neighbouring sections of it; returns when that is done. begins, ends: as of `run`,
+        for its first and last ones."""
+        ...
+
+    def take(self, buffer: Buffer, address: int, num_rows: int) -> None:
+        """The first rows of a buffer are what is at a host address, its padding included."""
+        ...
+
+    def hand(self, buffer: Buffer, address: int, num_rows: int) -> None:
+        """Write the first rows of a buffer to a host address; nothing runs meanwhile."""
         ...
 
     def read_logits(self, first_row: int, into: memoryview) -> None:

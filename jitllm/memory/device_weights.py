@@ -35,8 +35,9 @@ class Load:
 class DeviceWeights:
     """The weights of one model on one device.
 
-    block_bytes: of each block's extent. experts: where a block's experts begin in it, and bytes
-    from one to the next. give_back: where a span goes that is not used any more.
+    block_bytes: what is held of each block, with its experts or without. experts: where a block's
+    experts begin in it, and bytes from one to the next. give_back: where a span goes that is not
+    used any more.
     """
 
     def __init__(

@@ -73,6 +73,10 @@ class ExpertResidency:
         self._row_bytes = sum(self.expert_bytes[block] for block in self._placed)
         return self._dismiss()
 
+    def is_placed(self, block: int) -> bool:
+        """Whether experts of `block` are needed here."""
+        return block in self._placed
+
     @property
     def num_resident(self) -> int:
         """Experts that can be computed with right now."""

@@ -8,6 +8,7 @@ experts lie behind it as in the file, and come with it or one by one.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Container as Set
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -27,17 +28,18 @@ class Weights:
     """
 
     def __init__(
-        self, container: Container, memory: Memory, *, direct: bool = True, apart: bool = False
+        self, container: Container, memory: Memory, *, direct: bool = True, apart: Set[int] = ()
     ) -> None:
-        """Reserve every address; nothing is read yet. apart: experts come one by one.
+        """Reserve every address; nothing is read yet. apart: blocks whose experts come one by one.
 
         Raises `JitllmError` when the address space is too small, `PageError` when the file cannot
         be opened.
         """
         self._dense = container.header.dense
         whole = runs(container.header.blocks, container.header.experts)
-        self._runs = tuple(run[:1] for run in whole) if apart else whole
-        self._experts = tuple(run[1:] if apart else () for run in whole)
+        numbered = tuple(enumerate(whole))
+        self._runs = tuple(run[:1] if block in apart else run for block, run in numbered)
+        self._experts = tuple(run[1:] if block in apart else () for block, run in numbered)
         self.dense_bytes = round_up(self._dense.length)
         """What the dense region takes."""
         self.block_bytes = tuple(Sums(extents).length for extents in self._runs)

@@ -54,11 +54,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a pager of some device would take of a budget that it shares."""
+    """What a pager of some device would take of a budget that it shares. expert_bytes: for experts
+    that come one by one, where some of them are of others' blocks."""
 
     name: str
     fixed_bytes: int
     block_bytes: int
+    expert_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +115,18 @@ def divide_budget(total_bytes: int, needs: Sequence[Need]) -> tuple[int, ...]:
     """What each of `needs` gets of a budget, in their order; together they get all of it.
 
     Fixed parts first, or as much of each as the budget covers; the rest in proportion to the
-    bytes of blocks, so that whoever has more blocks has more frames, whether all fit or few.
+    bytes of blocks, so that whoever has more blocks has more frames, whether all fit or few. Where
+    somebody computes experts of others' blocks, blocks that fit come first, for every token needs
+    all of them, and then experts count as blocks do.
     """
     fixed = [need.fixed_bytes for need in needs]
     if sum(fixed) > total_bytes:
         return _in_proportion(total_bytes, fixed)
     weights = [need.block_bytes for need in needs]
+    experts = [need.expert_bytes for need in needs]
+    if any(experts) and sum(fixed) + sum(weights) <= total_bytes:
+        fixed = list(map(sum, zip(fixed, weights, strict=True)))
+        weights = list(map(sum, zip(weights, experts, strict=True)))
     rest = _in_proportion(total_bytes - sum(fixed), weights if any(weights) else [1] * len(needs))
     return tuple(map(sum, zip(fixed, rest, strict=True)))
 

@@ -2,7 +2,8 @@
 
 Knows names of devices and indices of blocks. Knows no device, no memory and no message: what
 fits is decided elsewhere, and who goes there too. Printed one way everywhere:
-`0-8=cpu:0,9-17=cpu:1,head=cpu:0`, with `!` for pinned and `~` for streamed.
+`0-8=cpu:0,9-17=cpu:1,head=cpu:0`, with `!` for pinned, `~` for streamed, and `%host` where the host
+computes the routed experts of a block that is elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Self
 from jitllm.errors import PlacementError
 
 HEAD = "head"
-PIN, STREAM = "!", "~"
+PIN, STREAM, HOSTED = "!", "~", "%host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,10 @@ class Placement:
     """Blocks that only a map may move; num_blocks stands for the head."""
     streamed: frozenset[int] = frozenset()
     """Blocks whose weights pass through their device's memory at each step."""
+    hosted: frozenset[int] = frozenset()
+    """Blocks whose routed experts `host` computes, wherever the block is: for good."""
+    host: str = ""
+    """The device that does."""
 
     @classmethod
     def all_on(cls, device: str, num_blocks: int) -> Self:
@@ -82,6 +87,10 @@ class Placement:
     def blocks_on(self, device: str) -> frozenset[int]:
         """Indices of the blocks that a device owns."""
         return frozenset(i for i, owner in enumerate(self.blocks) if owner == device)
+
+    def is_hosted(self, index: int) -> bool:
+        """Whether a block is away from the host, and its routed experts are there."""
+        return index in self.hosted and self.owner(index) != self.host
 
     def owner(self, index: int) -> str:
         """The device of a block, or of the head, whose number comes after the last block."""
@@ -186,7 +195,8 @@ class Placement:
 
     def _entries(self) -> Iterator[str]:
         def where(i: int) -> str:
-            return self.owner(i) + PIN * (i in self.pinned) + STREAM * (i in self.streamed)
+            marks = PIN * (i in self.pinned) + STREAM * (i in self.streamed)
+            return self.owner(i) + marks + HOSTED * self.is_hosted(i)
 
         for place, run in groupby(range(self.num_blocks), where):
             yield f"{runs_text(run)}={place}"

@@ -1,9 +1,10 @@
-"""The language of placements: `0-8=cpu:0,9-17=cpu:1!,head=host,*=cuda:0~`.
+"""The language of placements: `0-8=cpu:0,9-17=cpu:1!,head=host,*=cuda:0~%host`.
 
-    N | A-B | head | *   =   host | DEVICE   then ! (pinned) and ~ (streamed)
+    N | A-B | head | *   =   host | DEVICE   then ! (pinned) and ~ (streamed), then %host
 
 Ranges include their end; `*` is whatever no other entry names, the head too; `host` is the first
-CPU device. Knows text and names. Knows nothing of what a device has room for.
+CPU device. With %host it computes the routed experts of a block that is elsewhere. Knows text and
+names. Knows nothing of what a device has room for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from itertools import pairwise
 
 from jitllm.devices.grammar import device_name, is_cpu
 from jitllm.errors import PlacementError, UsageError, shown
-from jitllm.schedule.placement import HEAD, PIN, STREAM, Decline, Placement, range_text
+from jitllm.schedule.placement import (
+    HEAD,
+    HOSTED,
+    PIN,
+    STREAM,
+    Decline,
+    Placement,
+    range_text,
+    shown_blocks,
+)
 
 FLAG = "-placement"
 HOST = "host"
@@ -25,7 +35,6 @@ MAX_BLOCKS = 100_000
 
 _RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?", re.ASCII)
 _SPAN = re.compile(r"([0-9]+)\s*:\s*([0-9]+)", re.ASCII)
-_EXPERTS = ("host", "card")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,8 @@ class MapEntry:
     """`host`, or the name of a device."""
     is_pinned: bool = False
     is_streamed: bool = False
+    is_hosted: bool = False
+    """Whether the host computes the routed experts."""
 
     @property
     def is_head(self) -> bool:
@@ -52,7 +63,7 @@ class MapEntry:
         return self.selector == REST
 
     def __str__(self) -> str:
-        marks = PIN * self.is_pinned + STREAM * self.is_streamed
+        marks = PIN * self.is_pinned + STREAM * self.is_streamed + HOSTED * self.is_hosted
         return f"{self.selector}={self.where}{marks}"
 
 
@@ -75,8 +86,11 @@ class PlacementMap:
     ) -> tuple[Placement, tuple[Decline, ...]]:
         """The placement that this map makes of `base`, with its epoch, and what was left out.
 
-        What no entry names stays as it is in `base`, marks included. Raises PlacementError for a
-        device that is not in `devices`, and if `strict` also for a block that there is not.
+        What no entry names stays as it is in `base`, marks included. Where experts are computed
+        stays as it is in any case: what an entry says of it has to be so in `base` already. Raises
+        PlacementError for a device that is not in `devices`, for experts that are to be away from
+        the host on the host, and if `strict` also for a block that there is not, and for what is
+        not so of experts.
         """
         owners, head = list(base.blocks), base.head
         pinned, streamed = set(base.pinned), set(base.streamed)
@@ -89,6 +103,8 @@ class PlacementMap:
                     raise PlacementError(f"{FLAG} {beyond}", "leave it out or -placement-strict")
                 declines.append(beyond)
             blocks = self._blocks(entry, num_blocks)
+            if entry.is_hosted:
+                declines += _check_hosted(entry, blocks, device, devices, base, strict=strict)
             takes_head = entry.is_head or (entry.is_rest and not self._names_head)
             for i in blocks:
                 owners[i] = device
@@ -104,6 +120,11 @@ class PlacementMap:
             streamed=frozenset(streamed),
         )
         return made, tuple(declines)
+
+    def hosted(self, num_blocks: int) -> frozenset[int]:
+        """The blocks whose routed experts the host is to compute."""
+        entries = (entry for entry in self.entries if entry.is_hosted)
+        return frozenset(block for entry in entries for block in self._blocks(entry, num_blocks))
 
     @property
     def _names_head(self) -> bool:
@@ -167,7 +188,7 @@ def _entry(text: str) -> MapEntry:
         raise UsageError(
             f"{FLAG} {shown(text)} is no BLOCKS=DEVICE", "write entries like 0-8=cpu:0 or head=host"
         )
-    _refuse_experts(text, place)
+    place, is_hosted = _experts(text, place)
     where = place.rstrip(PIN + STREAM)
     marks = place[len(where) :]
     if len(set(marks)) < len(marks):
@@ -180,8 +201,10 @@ def _entry(text: str) -> MapEntry:
         where=HOST if where.casefold() == HOST else _device(where.strip(), text),
         is_pinned=PIN in marks,
         is_streamed=STREAM in marks,
+        is_hosted=is_hosted,
     )
     _refuse_stream(entry, text)
+    _refuse_hosted(entry, text)
     return entry
 
 
@@ -236,19 +259,15 @@ def _shown_range(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-def _refuse_experts(text: str, place: str) -> None:
-    _, percent, experts = place.partition("%")
-    if not percent:
-        return
-    if experts not in _EXPERTS:
+def _experts(text: str, place: str) -> tuple[str, bool]:
+    """What stands before %, and whether the host is to compute experts."""
+    where, percent, experts = place.partition("%")
+    if percent and percent + experts != HOSTED:
         raise UsageError(
             f"{FLAG} {shown(text)}: {shown(experts)} after % is no place of experts",
-            "write %host or %card at the end, after ! and ~",
+            "write %host at the end, after ! and ~",
         )
-    raise UsageError(
-        f"{FLAG} {shown(text)} places experts apart from their block, and no model has any here",
-        f"leave %{experts} out",
-    )
+    return where.rstrip(), bool(percent)
 
 
 def _refuse_stream(entry: MapEntry, text: str) -> None:
@@ -259,6 +278,47 @@ def _refuse_stream(entry: MapEntry, text: str) -> None:
             f"{FLAG} {shown(text)}: a CPU device has nothing to stream into",
             "leave ~ out: its blocks are paged as -maxmem allows",
         )
+
+
+def _refuse_hosted(entry: MapEntry, text: str) -> None:
+    if entry.is_hosted and entry.is_head:
+        raise UsageError(f"{FLAG} {shown(text)}: the head has no experts", f"leave {HOSTED} out")
+    if entry.is_hosted and entry.where == HOST:
+        raise _on_host(shown(text))
+
+
+def _on_host(what: str) -> UsageError:
+    return UsageError(
+        f"{FLAG} {what}: on the host experts are there anyway",
+        f"leave {HOSTED} out, or name another device before it",
+    )
+
+
+def _check_hosted(
+    entry: MapEntry,
+    blocks: Sequence[int],
+    device: str,
+    devices: Sequence[str],
+    base: Placement,
+    *,
+    strict: bool,
+) -> list[Decline]:
+    """What an entry says of experts and is not so. Raises instead where it cannot be, or `strict`
+    is wanted."""
+    if device == attached(HOST, devices):
+        raise _on_host(str(entry))
+    if not (others := sorted(set(blocks) - base.hosted)):
+        return []
+    have = "has" if len(others) == 1 else "have"
+    decline = Decline(
+        str(entry), f"{shown_blocks(others, False)} {have} no experts that the host computes"
+    )
+    if strict:
+        raise PlacementError(
+            f"{FLAG} {decline}",
+            f"{HOSTED} is for blocks with experts, and said when a model is opened",
+        )
+    return [decline]
 
 
 def _refuse_repeats(entries: Sequence[MapEntry]) -> None:

@@ -241,3 +241,15 @@ async def test_experts_that_come_one_by_one_on_ray(tiny_model: TinyModel) -> Non
     assert [one.bits for one in found] == expected
     assert experts is not None
     assert experts.reads > experts.resident
+
+
+async def test_experts_on_the_host_change_nothing(cluster: Cluster, tiny_model: TinyModel) -> None:
+    path = tiny_model("qwen3moe", "q8_0")
+    async with opened(path) as embedded:
+        expected = await bits(embedded.engine)
+    async with on_ray(path, devices="cpu:0,cpu:1", placement="*=cpu:1%host") as remote:
+        assert await bits(remote.engine) == expected
+        stats = await remote.engine.stats()
+        assert "=cpu:1%host," in str(stats.placement)
+        assert stats.pages.experts is not None
+        assert stats.pages.experts.reads > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,20 @@ def placement_of(text: str, *, strict: bool = False) -> str:
     return " | ".join(map(str, (placement, *declines)))
 
 
+def mixture_of(text: str, *, strict: bool = False) -> str:
+    """The same where the host computes the experts of blocks 1 to 4, if they are elsewhere."""
+    base = replace(Placement.all_on("cpu:0", NUM_BLOCKS), hosted=frozenset({1, 2, 3, 4}))
+    base = replace(base, host="cpu:0")
+    placement, declines = parse_map(text).resolve(NUM_BLOCKS, ATTACHED, base, strict=strict)
+    assert (placement.hosted, placement.host) == (base.hosted, base.host)
+    return " | ".join(map(str, (placement, *declines)))
+
+
+def strict_mixture_of(text: str) -> str:
+    """That with -placement-strict."""
+    return mixture_of(text, strict=True)
+
+
 def strict_of(text: str) -> str:
     """The same with -placement-strict."""
     return placement_of(text, strict=True)
@@ -122,6 +137,19 @@ STRINGS = [
         " | 30=host: the model has blocks 0 to 17",
     ),
     (strict_of, "0-17=cpu:1", "0-17=cpu:1,head=cpu:0"),
+    (mixture_of, "3=cpu:1", "0-2=cpu:0,3=cpu:1%host,4-17=cpu:0,head=cpu:0"),
+    (
+        strict_mixture_of,
+        "1=cuda:0 %host,2=cuda:0!~%host,4=cpu:1%host",
+        "0=cpu:0,1=cuda:0%host,2=cuda:0!~%host,3=cpu:0,4=cpu:1%host,5-17=cpu:0,head=cpu:0",
+    ),
+    (
+        mixture_of,
+        "*=cuda:0%host",
+        "0=cuda:0,1-4=cuda:0%host,5-17=cuda:0,head=cuda:0"
+        " | *=cuda:0%host: blocks 0,5-17 have no experts that the host computes",
+    ),
+    (mixture_of, "*=host", ALL_ON),
     (blocks_of, "3:6", "3 4 5"),
     (blocks_of, "3-6", "3 4 5 6"),
     (blocks_of, "7", "7"),
@@ -298,27 +326,38 @@ REFUSED = [
     ),
     (
         placement_of,
-        "3=cuda:0!%host",
-        "-placement '3=cuda:0!%host' places experts apart from their block, "
-        "and no model has any here; leave %host out",
+        "head=cuda:0%host",
+        "-placement 'head=cuda:0%host': the head has no experts; leave %host out",
     ),
     (
         placement_of,
         "3=cuda:0%disk",
         "-placement '3=cuda:0%disk': 'disk' after % is no place of experts; "
-        "write %host or %card at the end, after ! and ~",
+        "write %host at the end, after ! and ~",
     ),
     (
         placement_of,
-        "3=cuda:0%card!",
-        "-placement '3=cuda:0%card!': 'card!' after % is no place of experts; "
-        "write %host or %card at the end, after ! and ~",
+        "3=cuda:0%host!",
+        "-placement '3=cuda:0%host!': 'host!' after % is no place of experts; "
+        "write %host at the end, after ! and ~",
     ),
     (
         placement_of,
-        "3=host%card",
-        "-placement '3=host%card' places experts apart from their block, "
-        "and no model has any here; leave %card out",
+        "3=host!%host",
+        "-placement '3=host!%host': on the host experts are there anyway; "
+        "leave %host out, or name another device before it",
+    ),
+    (
+        placement_of,
+        "3-4=cpu%host",
+        "-placement 3-4=cpu:0%host: on the host experts are there anyway; "
+        "leave %host out, or name another device before it",
+    ),
+    (
+        strict_mixture_of,
+        "2=cuda:0%host,3-5=cuda:0~%host",
+        "-placement 3-5=cuda:0~%host: block 5 has no experts that the host computes; "
+        "%host is for blocks with experts, and said when a model is opened",
     ),
     (
         placement_of,
@@ -379,9 +418,12 @@ PARSERS: dict[object, Callable[[str], object]] = {
     devices_of: parse_devices,
     placement_of: parse_map,
     strict_of: parse_map,
+    mixture_of: parse_map,
+    strict_mixture_of: parse_map,
     blocks_of: parse_blocks,
 }
 NEEDS_MORE = ("no such device here", "not attached", "one card twice", "may be v", "the model has")
+NEEDS_MORE += ("no experts that",)
 
 
 def test_what_can_be_told_from_the_string_alone_is_a_usage_error() -> None:
@@ -395,7 +437,7 @@ def test_what_can_be_told_from_the_string_alone_is_a_usage_error() -> None:
         assert str(caught.value) == message
 
 
-LATE = ("cuda,cuda:0", "cuda:0,gpu:0", "cpu,n1/cpu", "vulkan:2,vulkan:llvm")
+LATE = ("cuda,cuda:0", "cuda:0,gpu:0", "cpu,n1/cpu", "vulkan:2,vulkan:llvm", "3-4=cpu%host")
 """Names of one device that differ until one knows what there is."""
 
 

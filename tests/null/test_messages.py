@@ -25,6 +25,7 @@ RECEIVERS = {
 SENDERS = {"client": "client", "scheduler": "scheduler", "device": "device", "pager": "pager"}
 SENDERS |= {"recipes": "device"}  # a device is made by its recipe, which asks for what it needs
 SENDERS |= {"experts": "pager", "leases": "pager", "mixtures": "device"}  # parts of them
+SENDERS |= {"hosted": "device"}
 SENDERS |= {"compute": "device", "seats": "device", "parcels": "device", "outbox": "device"}
 SENDERS |= {"supply": "device", "copied_weights": "device", "vulkan_recipe": "device"}
 SENDERS |= {"member": "member", "manager": "manager"}

@@ -158,12 +158,16 @@ DIVIDED = [
     (101, [(0, 0), (0, 0)], (50, 51)),
     (7, [(0, 1), (0, 1), (0, 1)], (2, 2, 3)),
     (100, [], ()),
+    (100, [(10, 30, 0), (10, 10, 30)], (57, 43)),
+    (100, [(0, 1, 0), (0, 0, 1000)], (1, 99)),
+    (59, [(10, 30, 0), (10, 10, 30)], (39, 20)),
+    (30, [(10, 30, 0), (10, 10, 30)], (17, 13)),
 ]
 
 
 @pytest.mark.parametrize(("total", "needs", "shares"), DIVIDED)
 def test_a_budget_is_divided(
-    total: int, needs: list[tuple[int, int]], shares: tuple[int, ...]
+    total: int, needs: list[tuple[int, ...]], shares: tuple[int, ...]
 ) -> None:
     assert divide_budget(total, [Need("cpu", *need) for need in needs]) == shares
 

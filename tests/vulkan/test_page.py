@@ -22,9 +22,10 @@ ENTRIES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_gguf: TinyModel) -> Path:
-    """Where `model.jlm` is."""
+    """Where `model.jlm` is, and `mixture.jlm`."""
     folder = tmp_path_factory.mktemp("devices")
     chat_model(tiny_gguf("llama"), folder / "model.jlm")
+    chat_model(tiny_gguf("qwen3moe"), folder / "mixture.jlm")
     return folder
 
 

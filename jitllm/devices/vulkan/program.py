@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from jitllm.devices.host import Limits, Pass
+from jitllm.devices.mixtures import parts
 from jitllm.devices.order import ordered
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.devices.vulkan.device import Moment
@@ -36,9 +37,9 @@ from jitllm.kernels.op import (
 
 _ALIGN = 256
 _TABLES, _FIRST_BLOCK = 1, 2
-_BLOCK = 3
-"""Sections of a program: embed, tables, three of each block (what is before its attention,
-attention, what is behind it), head."""
+_BLOCK = 6
+"""Sections of a program: embed, tables, six of each block (what is before its attention, attention,
+what is behind it in four parts, all but the first empty where there are no experts), head."""
 
 
 def op_launches(op: Op, env: Any, bucket: Bucket) -> list[GpuLaunch]:
@@ -49,9 +50,10 @@ def op_launches(op: Op, env: Any, bucket: Bucket) -> list[GpuLaunch]:
 
 
 def _divided(ops: Sequence[Op]) -> Iterator[Sequence[Op]]:
-    """The three sections of a block; all in the first one if none of its ops reads pages."""
+    """The six sections of a block; all in the first one if none of its ops reads pages."""
     at = next((i for i, op in enumerate(ops) if PAGES in op.reads), len(ops))
-    yield from (ops[:at], ops[at : at + 1], ops[at + 1 :])
+    behind = parts(ops[at + 1 :])
+    yield from (ops[:at], ops[at : at + 1], *behind, *[()] * (_BLOCK - 2 - len(behind)))
 
 
 class VulkanProgram:
@@ -100,6 +102,9 @@ class VulkanProgram:
         divided = (section for _, ops in blocks for section in _divided(ops))
         self._sections = [embed, tables, *divided, head]
         self._attention = range(_FIRST_BLOCK + 1, len(self._sections) - 1, _BLOCK)
+        starts = range(_FIRST_BLOCK, len(self._sections) - 1, _BLOCK)
+        self.blocks = [range(start, start + _BLOCK) for start in starts]
+        """The sections of each block."""
         self._has_passes = has_passes
         self._spent: list[Any] = []  # commands that were for one pass
         self._recorded: dict[tuple[int, int, Bucket], Any] = {}
@@ -225,17 +230,36 @@ class VulkanProgram:
         the one before it was submitted, so whatever it needs may be submitted behind that. Returns
         when it is done.
         """
-        self._free_spent()
-        first = self._section(start)
-        last = len(self._sections) if ends else self._section(stop)
         after = tuple(after)
+        *opening, last = self.sections(start, stop, embeds=embeds, begins=begins, ends=ends)
+        for sections in opening:
+            self.run_sections(sections, bucket, after=after)
+        return self.run_sections(last, bucket, after=after, passes=passes)
+
+    def sections(
+        self, start: int, stop: int, *, embeds: bool, begins: bool, ends: bool
+    ) -> Iterator[range]:
+        """See `HostProgram.sections`."""
+        first = self._section(start)
         if begins and stop > start:
             opening = 0 if embeds else _TABLES
             if start:
-                self._submit(opening, _FIRST_BLOCK, bucket, after)
+                yield range(opening, _FIRST_BLOCK)
             else:
                 first = opening
-        is_ranged = False
+        yield range(first, len(self._sections) if ends else self._section(stop))
+
+    def run_sections(
+        self,
+        sections: range,
+        bucket: Bucket,
+        *,
+        after: Iterable[Moment] = (),
+        passes: Iterable[Pass] = (),
+    ) -> Moment:
+        """Start some neighbouring sections; see `run`."""
+        self._free_spent()
+        first, last, is_ranged = sections.start, sections.stop, False
         for one in passes:
             attention = self._attention[one.block]
             if first <= attention:  # the first one of its block

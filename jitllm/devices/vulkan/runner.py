@@ -11,9 +11,9 @@ import asyncio
 import ctypes
 import os
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from jitllm.devices.host import Pass
@@ -29,6 +29,7 @@ from jitllm.devices.vulkan.staging import Staging
 from jitllm.errors import OverBudget
 from jitllm.kernels.copy import RECORD_BYTES as COPY_BYTES
 from jitllm.kernels.copy import gpu as copying
+from jitllm.kernels.gpu import Bucket
 from jitllm.kernels.op import Buffer
 from jitllm.kernels.sample import RECORD_BYTES, Field
 
@@ -66,7 +67,7 @@ class DeviceSeat:
 
 
 class VulkanRunner:
-    """See `Runner`. hidden, logits: what goes in and out of the program's blocks.
+    """See `Runner`. logits: what comes out of the program's blocks.
 
     mirrors: page tables are in there too. staging: of the compute queue. top_bytes: room for the
     likeliest tokens of an output. parcel_bytes: the largest piece of history. unit_bytes: of an
@@ -83,7 +84,6 @@ class VulkanRunner:
         mirrors: Mirrors,
         staging: Staging,
         *,
-        hidden: Buffer,
         logits: Buffer,
         top_bytes: int,
         parcel_bytes: int,
@@ -93,7 +93,6 @@ class VulkanRunner:
         self._pipelines = pipelines
         self._mirrors = mirrors
         self._staging = staging
-        self._hidden = hidden
         self._logits = logits
         self._top_bytes = top_bytes
         self._arena = arena = mirrors.arena
@@ -101,6 +100,7 @@ class VulkanRunner:
         self._is_poisoned = os.environ.get(POISON_VARIABLE) == "1"
         self.limits = program.limits
         self.num_blocks = program.num_blocks
+        self.sections = program.sections
         self.step = program.step
         self.records = program.step.records
         self.tops = memoryview(bytearray(top_bytes * program.limits.outputs))
@@ -178,23 +178,37 @@ class VulkanRunner:
         passes: Iterable[Pass] = (),
     ) -> None:
         """See `Runner`."""
-        step, program = self.step, self._program
+        with self._part(begins=begins, ends=ends) as bucket:
+            self._program.run(
+                start,
+                stop,
+                bucket,
+                embeds=embeds,
+                begins=begins,
+                ends=ends,
+                after=tuple(self._done.values()),
+                passes=passes,
+            )
+
+    def run_sections(
+        self, sections: range, passes: Iterable[Pass] = (), *, begins: bool, ends: bool
+    ) -> None:
+        """See `Runner`."""
+        with self._part(begins=begins, ends=ends) as bucket:
+            after = tuple(self._done.values())
+            self._program.run_sections(sections, bucket, after=after, passes=passes)
+
+    @contextmanager
+    def _part(self, *, begins: bool, ends: bool) -> Iterator[Bucket]:
+        """A part of a step, of so large a bucket: what was written before it is there, what it
+        writes can be read after it."""
+        step, compute = self.step, self._device.compute
         if begins:
             self._staging.upload([*self._mirrors.changes(), step.change])
-        bucket = program.bucket(step.num_tokens, step.num_outputs)
-        after = tuple(self._done.values())
-        moment = program.run(
-            start,
-            stop,
-            bucket,
-            embeds=embeds,
-            begins=begins,
-            ends=ends,
-            after=after,
-            passes=passes,
-        )
-        self._device.compute.wait(moment)
-        self._done[moment.queue] = moment
+        yield self._program.bucket(step.num_tokens, step.num_outputs)
+        moment = compute.last
+        compute.wait(moment)
+        self._done[compute] = moment
         if ends:
             self._fetch_results()
 
@@ -214,13 +228,13 @@ class VulkanRunner:
         if any(any(self.records[at : at + 4]) for at in wanted):
             self._staging.download(self._top_span, self.tops[: self._top_bytes * count])
 
-    def take_hidden(self, address: int, num_bytes: int) -> None:
+    def take(self, buffer: Buffer, address: int, num_rows: int) -> None:
         """See `Runner`."""
-        self._program.write(self._hidden, _host_view(address, num_bytes))
+        self._program.write(buffer, _host_view(address, num_rows * buffer.stride_bytes))
 
-    def hand_hidden(self, address: int, num_bytes: int) -> None:
+    def hand(self, buffer: Buffer, address: int, num_rows: int) -> None:
         """See `Runner`."""
-        self._program.read(self._hidden, _host_view(address, num_bytes))
+        self._program.read(buffer, _host_view(address, num_rows * buffer.stride_bytes))
 
     def read_logits(self, first_row: int, into: memoryview) -> None:
         """See `Runner`."""
