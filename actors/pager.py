@@ -108,6 +108,7 @@ class Pager(Actor):
         self._pace = Pace()
 
         self._frames = Frames(budget_bytes)
+        self._block_reads: dict[int, Read] = {}
         self._expert_reads: dict[Expert, Read] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -143,7 +144,12 @@ class Pager(Actor):
             self._weights, self._frames, self._use, self._executor, self._give_way, self._settle
         )
         self._reads = Reads(
-            self._weights, self._residency, self._use, self._executor, self._end_read
+            self._weights,
+            self._residency,
+            self._use,
+            self._executor,
+            self._block_reads,
+            self._end_read,
         )
         self._fetches = Fetches(
             self._weights,
@@ -164,10 +170,9 @@ class Pager(Actor):
 
     async def on_stop(self) -> None:
         """Wait for reads in flight, then give file and memory back."""
-        in_flight = self._reads.in_flight
-        if in_flight:
+        if self._block_reads:
             self._fetches.abandon()
-        if reads := (*in_flight.values(), *self._expert_reads.values()):
+        if reads := (*self._block_reads.values(), *self._expert_reads.values()):
             await asyncio.wait(reads)
         await asyncio.to_thread(self._owned.close)
 
@@ -334,7 +339,7 @@ class Pager(Actor):
         """`reply()` once the budget is kept, as far as leases allow."""
         self._settle()
         must_recall = self._leases.standing() and not self._residency.has_room
-        if not must_recall and (self._frames.fits(0) or not self._reads.in_flight):
+        if not must_recall and (self._frames.fits(0) or not self._block_reads):
             return reply()
         return self.context.later(self._reply_later(reply), "give way")
 
@@ -353,8 +358,8 @@ class Pager(Actor):
         await self._leases.recall(kept)
         while self._leases.has_any(kept):
             await self._changed()
-        if self._reads.in_flight and not self._frames.fits(0):
-            await asyncio.wait(tuple(self._reads.in_flight.values()))
+        if self._block_reads and not self._frames.fits(0):
+            await asyncio.wait(tuple(self._block_reads.values()))
         self._settle()
 
     def _reserved(self) -> Reserved:
@@ -404,7 +409,7 @@ class Pager(Actor):
             if not is_fetched and (fetch := self._fetches.in_the_way(block)) is not None:
                 await asyncio.wait([fetch])
                 continue
-            read = self._reads.in_flight.get(block)
+            read = self._block_reads.get(block)
             if read is None:
                 read = self._begin_read(block, self._residency.admit(block))
             if read is None:

@@ -21,7 +21,8 @@ Read = asyncio.Future[float]
 
 
 class Reads:
-    """See above. ended: called with a block once its read is over, however it went."""
+    """See above. in_flight: by block, of the pager. ended: called with a block once its read is
+    over, however it went."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Reads:
         residency: Residency,
         use: ReadUse,
         executor: Executor,
+        in_flight: dict[int, Read],
         ended: Callable[[int], None],
     ) -> None:
         self._weights = weights
@@ -36,8 +38,7 @@ class Reads:
         self._use = use
         self._executor = executor
         self._ended = ended
-        self.in_flight: dict[int, Read] = {}
-        """By block."""
+        self.in_flight = in_flight
         self.num_done = 0
         """Blocks that came in."""
         self.read_s = 0.0

@@ -58,6 +58,8 @@ CHARGED_AS = "prefixes"
 
 _PIECES_AHEAD = 2
 
+_ROOM = "raise -kv-cache-max"
+
 _REMEDY = "free some space, or name another folder with -kv-cache"
 
 _log = logger(__name__)
@@ -147,7 +149,11 @@ class PrefixCache:
             found: Scan = await beside(lambda _: store.scan())
             for file in found.files:
                 self._catalogue.add(file)
-            self._count(damaged=found.num_damaged, failures=bool(found.problem))
+            self._count(
+                damaged=found.num_damaged,
+                evictions=found.num_gone,
+                failures=bool(found.problem),
+            )
             if found.num_damaged:
                 _log.warning("%s: %d damaged files are gone", store.root, found.num_damaged)
             if found.problem:
@@ -296,7 +302,7 @@ class PrefixCache:
         if self._store is None or sequence.all_outputs:
             return False
         is_end = stop == sequence.num_prompt == sequence.num_tokens >= GRANULE_TOKENS
-        if not is_end or self._trail(sequence).is_over:
+        if not is_end or stop > self._store.most_tokens or self._trail(sequence).is_over:
             return False
         return not self._has_end(self._end_digest(sequence, stop))
 
@@ -311,7 +317,11 @@ class PrefixCache:
         """
         if self._store is None or sequence.all_outputs or (trail := self._trail(sequence)).is_over:
             return
-        computed = sequence.num_computed
+        computed = min(sequence.num_computed, self._store.most_tokens)
+        if computed < sequence.num_computed:
+            hidden, is_over, trail.is_over = b"", True, True
+            self._count(skipped=1)
+            self._warn(f"no more of a prompt is stored than {computed} tokens; {_ROOM}")
         cut = GRANULE_TOKENS if is_over or computed >= sequence.num_prompt else self._file_tokens
         stop = computed if hidden else computed - computed % cut
         start = trail.num_kept
@@ -400,6 +410,9 @@ class PrefixCache:
 
     async def _write(self, draft: Draft) -> None:
         assert (store := self._store) is not None
+        if draft.start and draft.parent not in self._catalogue:
+            self._count(skipped=1)  # nobody would find it: what it builds on could not be stored
+            return
         try:
             saved: Saved = await beside(lambda _: store.save(draft))
         except OSError as error:
@@ -413,9 +426,12 @@ class PrefixCache:
         for path in saved.gone:
             self._catalogue.drop(path)
         self._count(evictions=len(saved.gone))
-        if saved.file is not None:
-            self._catalogue.add(saved.file)
-            self._count(files=1, bytes_out=saved.file.num_bytes)
+        if saved.file is None:
+            self._count(skipped=1)
+            self._warn(f"a prefix is larger than all of them may be; {_ROOM}")
+            return
+        self._catalogue.add(saved.file)
+        self._count(files=1, bytes_out=saved.file.num_bytes)
 
     # --- names -------------------------------------------------------------------------------
 

@@ -119,6 +119,8 @@ class EngineConfig:
             raise UsageError(
                 f"a move cannot take {self.move_share} of the time", "choose from 0.01 to 0.99"
             )
+        if self.kv_cache == "":
+            raise UsageError("-kv-cache names no folder", "say which, or leave it out")
         if self.kv_budget_bytes and self.kv_cache is None:
             raise UsageError(
                 "-kv-budget needs a folder for the keys and values that it has no room for",

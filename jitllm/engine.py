@@ -345,7 +345,8 @@ class PrefixTotals:
     were written, bytes_out, bytes_in: with what in them, and read. evictions: files that went
     because all of them took too much. damaged: files that were not whole, or no files of the cache.
     failures: reads and writes that the system refused. skipped: prefixes that were not stored
-    because too much waited for the disk. restore_s: time that filling in took.
+    because too much waited for the disk, or what they build on has no room. restore_s: time that
+    filling in took.
     """
 
     hits: int = 0

@@ -28,6 +28,8 @@ def parse_size(text: str, what: str = "size") -> int:
     number, prefix = match.groups()
     exponent = _PREFIXES.index(prefix.upper()) + 1 if prefix else 0
     num_bytes = int(Decimal(number) * 1024**exponent)
+    if not num_bytes and Decimal(number):  # not 0, which often means something
+        raise UsageError(f"{what} {text!r} is less than a byte", "did you mean K, M, G or T?")
     if num_bytes > _MAX_BYTES:
         raise UsageError(f"{what} {text!r} is more than any machine has", "write a smaller size")
     return num_bytes

@@ -243,7 +243,11 @@ _COUNTERS = (
     ("jitllm_prefix_evictions", "Files that had to go", _Read("prefix_totals.evictions")),
     ("jitllm_prefix_damaged", "Files that were not whole", _Read("prefix_totals.damaged")),
     ("jitllm_prefix_failures", "Reads and writes refused", _Read("prefix_totals.failures")),
-    ("jitllm_prefix_skipped", "Prefixes not stored: too busy", _Read("prefix_totals.skipped")),
+    (
+        "jitllm_prefix_skipped",
+        "Prefixes not stored: busy or full",
+        _Read("prefix_totals.skipped"),
+    ),
     ("jitllm_device_losses", "Deaths of devices", _Read("losses")),
 )
 

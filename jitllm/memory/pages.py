@@ -117,10 +117,11 @@ class KvPages:
         return num_bytes
 
     def promised_bytes(self, num_more: int) -> int:
-        """Memory that sequences take once they hold so many sets more: a budget at the most."""
+        """Memory that sequences take once they hold so many sets more: a budget at the most, or the
+        set of each that it writes to."""
         num_sets = len(self._holders) + num_more
         if self.spill is not None:
-            num_sets = min(num_sets, self.spill.budget_sets)
+            num_sets = min(num_sets, max(self.spill.budget_sets, len(self._tables)))
         return num_sets * self.set_bytes
 
     def beyond_bytes(self, num_more: int) -> int:

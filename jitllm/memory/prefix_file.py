@@ -16,9 +16,11 @@ and no byte is used before its sum was right. Knows bytes. Knows no folder and n
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -210,11 +212,8 @@ class PrefixFile:
         return self._checked(offset, self.kind.hidden_bytes, -1)
 
     def _checked(self, offset: int, num_bytes: int, number: int) -> bytes:
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _opened(self.path) as (fd, _):
             data = _read(fd, offset, num_bytes, self.path)
-        finally:
-            os.close(fd)
         if xxhash.xxh3_64_intdigest(data) != self.checks[number]:
             raise Damaged(self.path, f"the sum of {num_bytes} bytes at {offset} is wrong")
         return data
@@ -265,17 +264,13 @@ def encode(draft: Draft, kind: PrefixKind) -> tuple[bytes, tuple[int, ...]]:
 
 def decode(path: Path, kind: PrefixKind) -> PrefixFile:
     """A file, from its front. Raises `Damaged`, also for one of another model; `OSError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        file_bytes = os.fstat(fd).st_size
+    with _opened(path) as (fd, file_bytes):
         magic, version, header_bytes, sum_ = _FRONT.unpack(_read(fd, 0, _FRONT.size, path))
         if magic != _MAGIC or version != VERSION:
             raise Damaged(path, "it is no file of this cache, or of another version")
         if header_bytes > min(file_bytes, _MAX_HEADER_BYTES):
             raise Damaged(path, f"a header of {header_bytes} bytes")
         header = _read(fd, _FRONT.size, header_bytes, path)
-    finally:
-        os.close(fd)
     if xxhash.xxh3_64_intdigest(header) != sum_:
         raise Damaged(path, "the sum of its header is wrong")
     end = _FRONT.size + header_bytes
@@ -310,6 +305,20 @@ def _plain(path: Path, kind: PrefixKind, header: bytes, data_offset: int) -> Pre
     if not makes_sense or len(tuple(kind.pieces(start, stop))) + has_end != len(checks):
         raise Damaged(path, "its header makes no sense")
     return PrefixFile(path, kind, parent, start, tokens, has_end, checks, data_offset)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """A file to read, and its bytes. Raises `Damaged` for what is no file: nobody waits for what a
+    stranger's pipe has to say."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(path, "it is no file")
+        yield fd, found.st_size
+    finally:
+        os.close(fd)
 
 
 def _read(fd: int, offset: int, num_bytes: int, path: Path) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +36,10 @@ _SLACK = 16
 was written, the folder is looked through for what other processes have written to it."""
 
 
+_FRONT_PART_BYTES = 20
+"""What a position takes besides: its id, and its part of the front of a small file."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixFolder:
     """Where prefixes of a model are kept: plain values that travel.
@@ -49,11 +54,13 @@ class PrefixFolder:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What was found. num_damaged: files that were none, or not whole; they are gone. problem: why
-    not everything could be looked at."""
+    """What was found. num_damaged: files that were none, or not whole; they are gone, if that can
+    be. num_gone: whole ones that there is no room for any more. problem: why something could not be
+    looked at."""
 
     files: tuple[PrefixFile, ...] = ()
     num_damaged: int = 0
+    num_gone: int = 0
     problem: str = ""
 
 
@@ -78,27 +85,40 @@ class PrefixStore:
         self.held_bytes = 0
         """What files of all models take, as far as this process knows."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Positions from the start of a prompt that can be kept: more of it would take the room of
+        what it builds on."""
+        most = self._max_bytes - self._max_bytes // _SLACK
+        return most // (self.kind.position_bytes + _FRONT_PART_BYTES) if most else 1 << 62
+
     def scan(self) -> Scan:
-        """Look at every file. What an earlier process left unfinished goes."""
+        """Look at every file. What an earlier process left unfinished goes, and what is beyond the
+        room that there is now."""
         files, num_damaged, problem = [], 0, ""
+        paths: list[Path] = []
+        gone: tuple[Path, ...] = ()
         try:
-            paths = sorted(self._folder.glob(f"*{SUFFIX}"))
-            for path in paths:
-                try:
-                    file = decode(path, self.kind)
-                    _ = file.end  # its digests take a while, and nobody waits here
-                    files.append(file)
-                except Damaged:
-                    num_damaged += 1
-                    path.unlink(missing_ok=True)
-                except FileNotFoundError:
-                    continue
-            for path in self._folder.glob(f"*{UNFINISHED}"):
+            for path in self.root.glob(f"*/*{UNFINISHED}"):
                 _remove_unfinished(path)
-            self.held_bytes = sum(size for _, size, _ in self._survey())
+            gone = self._make_room(None)
+            paths = sorted(self._folder.glob(f"*{SUFFIX}"))
         except OSError as error:
             problem = f"{self._folder}: {error.strerror}"
-        return Scan(tuple(files), num_damaged, problem)
+        for path in paths:
+            try:
+                file = decode(path, self.kind)
+                _ = file.end  # its digests take a while, and nobody waits here
+                files.append(file)
+            except Damaged:
+                num_damaged += 1
+                with suppress(OSError):
+                    path.unlink()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                problem = f"{path}: {error.strerror}"
+        return Scan(tuple(files), num_damaged, len(gone), problem)
 
     def save(self, draft: Draft) -> Saved:
         """Write a file, for good; nothing of it is there before. Raises `OSError`."""
@@ -152,19 +172,25 @@ class PrefixStore:
             file.path.unlink()
             self.held_bytes -= file.num_bytes
 
-    def _make_room(self, newest: Path) -> tuple[Path, ...]:
-        """Delete what was used least recently until all files take no more than they may."""
+    def _make_room(self, newest: Path | None) -> tuple[Path, ...]:
+        """Delete what was used least recently until all files take no more than they may.
+
+        newest: was written just now, and stays whatever the clock says; None: nothing is known yet.
+        """
         most, slack = self._max_bytes, self._max_bytes // _SLACK
-        if not most or (self.held_bytes <= most and self._unsurveyed_bytes <= slack):
+        is_known = self.held_bytes <= most and self._unsurveyed_bytes <= slack
+        if newest is not None and (not most or is_known):
             return ()
         found = sorted(self._survey())
         self.held_bytes, self._unsurveyed_bytes = sum(size for _, size, _ in found), 0
-        if self.held_bytes <= most:
+        if not most or self.held_bytes <= most:
             return ()
         gone: list[Path] = []
         for _, size, path in found:
-            if self.held_bytes <= most - slack or path == newest:
+            if self.held_bytes <= most - slack:
                 break
+            if path == newest:
+                continue
             with suppress(OSError):
                 path.unlink(missing_ok=True)
                 self.held_bytes -= size
@@ -174,9 +200,10 @@ class PrefixStore:
     def _survey(self) -> Iterator[tuple[int, int, Path]]:
         """(last use in ns, bytes, path) of the files of all models."""
         for path in self.root.glob(f"*/*{SUFFIX}"):
-            with suppress(FileNotFoundError):
-                found = path.stat()
-                yield found.st_mtime_ns, found.st_size, path
+            with suppress(OSError):  # gone meanwhile, say
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode):
+                    yield found.st_mtime_ns, found.st_size, path
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def actor_of(pager: LocalRef) -> Any:
 async def check_nothing_is_held(pager: LocalRef) -> None:
     await stats(pager)  # after all that it was told
     actor = actor_of(pager)
-    assert actor._reads.in_flight == {}
+    assert actor._block_reads == {}
     assert actor._fetches._fetching is None
     assert len(actor._leases) == 0
     assert not actor._residency._pins

@@ -29,7 +29,7 @@ from actors.messages.pager import (
     SetBudget,
 )
 from actors.pager import Pager
-from jitllm.devices.memory import HostMemory, round_up
+from jitllm.devices.memory import HostMemory, Span, round_up
 from jitllm.errors import JitllmError, PageError
 from jitllm.formats.reader import Reader
 from jitllm.memory.use import Phase
@@ -492,3 +492,17 @@ async def test_what_no_step_waits_for_is_not_of_its_phase(container: FakeContain
         "prompt": (2, 1),
         "decode": (3, 2),
     }
+
+
+async def test_without_room_for_a_model_it_says_so_and_ends(
+    container: FakeContainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(HostMemory):
+        def reserve(self, num_bytes: int, **how: Any) -> Span:
+            raise JitllmError("no address space")
+
+    pager = Pager(container, Full(), budget(12))  # type: ignore[arg-type]
+    async with Runtime() as runtime:
+        with pytest.raises(JitllmError, match="no address space"):
+            await runtime.spawn(pager, "pager")
+    assert caplog.messages == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -19,8 +21,8 @@ from actors.messages.device import Close, Open, Pack, Parcel, Restore, Step, Ste
 from actors.messages.pager import Reserve
 from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
 from jitllm.engine import Finish, Request
-from jitllm.memory.prefix_file import PrefixKind, decode
-from jitllm.memory.prefix_store import PrefixFolder
+from jitllm.memory.prefix_file import Draft, PrefixKind, decode
+from jitllm.memory.prefix_store import PrefixFolder, PrefixStore, Saved
 from tests.actors.test_losses import MortalDevice, at, ever
 from tests.actors.test_park import content, whole
 from tests.actors.test_scheduler import all_of, scheduling, tokens
@@ -97,10 +99,10 @@ def hidden_of(token: int) -> bytes:
 
 @asynccontextmanager
 async def remembering(
-    device: RememberingDevice, folder: Path, **choices: Any
+    device: RememberingDevice, folder: Path, max_bytes: int = 0, **choices: Any
 ) -> AsyncIterator[tuple[Client, LocalRef]]:
     """A client and a scheduler with a prefix cache."""
-    kept = {"kv_bytes": KV_BYTES, "prefixes": PrefixFolder(folder, 0, KIND)}
+    kept = {"kv_bytes": KV_BYTES, "prefixes": PrefixFolder(folder, max_bytes, KIND)}
     async with scheduling(device, **kept, **choices) as (client, ref):
         yield client, ref
         await client.close()  # which writes what still waits
@@ -135,6 +137,17 @@ def check_files(folder: Path) -> None:
             assert file.read(number) == expected
         if file.has_end:
             assert file.read_hidden() == hidden_of(file.tokens[-1])
+
+
+def held_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/*.kv"))
+
+
+def check_use(folder: Path) -> None:
+    """Every file can be found: what it builds on is there too."""
+    files = [decode(path, KIND) for path in folder.glob("*/*.kv")]
+    known = {digest for file in files for digest in file.digests}
+    assert all(file.start == 0 or file.parent in known for file in files)
 
 
 REQUESTS = (
@@ -229,3 +242,52 @@ async def test_a_client_that_goes_while_its_prompt_is_filled_in_leaves_nothing(
             stats = await written(ref)
             assert (stats.running, stats.waiting, device.reserved) == (0, 0, 0)
         assert device.promised == {}
+
+
+@pytest.mark.parametrize("max_bytes", [1, 100, 600, 1200, 2000])
+async def test_of_a_prompt_larger_than_the_room_its_beginning_is_stored(
+    tmp_path: Path, max_bytes: int
+) -> None:
+    """Once, and not its end in place of what that builds on."""
+    stored = []
+    for _ in range(3):
+        async with remembering(RememberingDevice(), tmp_path, max_bytes) as (client, ref):
+            assert tokens(await all_of(client, REQUESTS[0])) == whole(REQUESTS[0])
+            await written(ref)
+            totals = await totals_of(ref)
+        stored.append((totals.files, totals.tokens))
+        check_use(tmp_path)
+        assert held_bytes(tmp_path) <= max_bytes
+        assert (totals.skipped > 0) == (totals.evictions == 0) == (totals.failures == 0)
+    assert stored[1] == stored[2] == (0, stored[1][1])
+    assert (stored[1][1] > 0) == (max_bytes >= 600)
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_what_builds_on_a_file_that_could_not_be_written_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    save, count = PrefixStore.save, 0
+
+    def failing(self: PrefixStore, draft: Draft) -> Saved:
+        nonlocal count
+        count += 1
+        if count == 1 + number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return save(self, draft)
+
+    monkeypatch.setattr("actors.remember.FILE_TOKENS", 64)
+    monkeypatch.setattr(PrefixStore, "save", failing)
+    async with remembering(RememberingDevice(), tmp_path) as (client, ref):
+        assert tokens(await all_of(client, REQUESTS[0])) == whole(REQUESTS[0])
+        totals = (await written(ref)).prefix_totals
+    check_use(tmp_path)
+    assert (totals.files, totals.failures) == (number, 1)
+    assert totals.skipped > 0
+    async with remembering(RememberingDevice(), tmp_path) as (client, ref):  # the disk takes it now
+        assert tokens(await all_of(client, REQUESTS[0])) == whole(REQUESTS[0])
+        await written(ref)
+    check_use(tmp_path)
+    async with remembering(RememberingDevice(), tmp_path) as (client, ref):
+        assert tokens(await all_of(client, REQUESTS[0])) == whole(REQUESTS[0])
+        assert (await totals_of(ref)).whole == 1

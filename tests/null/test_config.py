@@ -54,6 +54,11 @@ def test_a_tier_that_the_cpu_lacks_is_refused_with_those_it_has() -> None:
         ({"read_ahead": "maybe"}, "-read-ahead 'maybe'"),
         ({"gpu_layers": -2}, "-gpu-layers -2 is too small; the least is -1"),
         ({"placement_strict": True}, "-placement-strict is about a -placement"),
+        ({"kv_cache": ""}, "-kv-cache names no folder; say which, or leave it out"),
+        ({"kv_budget_bytes": 1 << 20}, "-kv-budget needs a folder"),
+        ({"kv_budget_bytes": -1, "kv_cache": "here"}, "-kv-budget -1 is too small"),
+        ({"prefix_cache_bytes": 0}, "-kv-cache-max is about a -kv-cache"),
+        ({"prefix_cache_bytes": -1, "kv_cache": "here"}, "-kv-cache-max -1 is too small"),
         ({"move_share": 0.0}, "a move cannot take 0.0 of the time"),
         ({"move_share": 1.0}, "a move cannot take 1.0 of the time"),
         (

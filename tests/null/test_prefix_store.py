@@ -202,6 +202,36 @@ def test_bytes_that_come_slowly_are_put_together(
     assert contents(found) == draft.data
 
 
+def test_what_is_no_file_is_passed_over(tmp_path: Path) -> None:
+    """A pipe that nobody writes to would be waited for."""
+    good = saved(store_in(tmp_path), draft_of(tokens_of(1, 40)))
+    folder = good.path.parent
+    os.mkfifo(folder / "0pipe.kv")
+    (folder / "0folder.kv").mkdir()
+    (folder / "0loop.kv").symlink_to("0loop.kv")
+    (folder / "0nowhere.kv").symlink_to("nothing")
+    (folder / "0zero.kv").symlink_to("/dev/zero")
+    os.mkfifo(folder / "0pipe.part")
+    store = store_in(tmp_path, 2 * good.num_bytes)
+    scan = store.scan()
+    assert [file.path for file in scan.files] == [good.path]
+    assert store.held_bytes == good.num_bytes
+    for seed in range(2, 8):
+        saved(store, draft_of(tokens_of(seed, 40)))
+    assert store.held_bytes <= 2 * good.num_bytes
+    assert (folder / "0folder.kv").is_dir()
+
+
+def test_a_file_that_became_a_pipe_is_damaged(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    file = saved(store, draft_of(tokens_of(1, 40), hidden=HIDDEN))
+    file.path.unlink()
+    os.mkfifo(file.path)
+    for read in (lambda: file.read(0), file.read_hidden):
+        with pytest.raises(Damaged, match="it is no file"):
+            read()
+
+
 # --- disks that say no ----------------------------------------------------------------------------
 
 
@@ -230,6 +260,25 @@ def test_what_cannot_be_written_leaves_nothing(
     assert len(store_in(tmp_path).scan().files) == 2
 
 
+def test_a_file_that_cannot_be_read_or_removed_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [saved(store_in(tmp_path), draft_of(tokens_of(seed, 40))) for seed in range(6)]
+    first, second, *rest = sorted(file.path for file in files)
+    first.write_bytes(b"damaged")
+    whole = os.open
+
+    def locked(path: Any, *flags: Any) -> int:
+        return refusing(errno.EACCES)() if path == second else whole(path, *flags)
+
+    monkeypatch.setattr(os, "open", locked)
+    monkeypatch.setattr(Path, "unlink", refusing(errno.EROFS))
+    scan = store_in(tmp_path).scan()
+    assert [file.path for file in scan.files] == rest
+    assert scan.num_damaged == 1
+    assert scan.problem == f"{second}: Permission denied"
+
+
 def test_a_folder_that_there_cannot_be_is_no_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("in the way")
     store = store_in(tmp_path / "there" / "none")
@@ -244,10 +293,12 @@ def test_what_a_dead_process_left_unfinished_goes_and_what_is_written_stays(tmp_
     saved(store_in(tmp_path), draft_of(tokens_of(1, 40)))
     folder = tmp_path / KIND.identity.hex()
     (folder / "dead.part").write_bytes(b"half")
+    (tmp_path / "another model").mkdir()
+    (tmp_path / "another model" / "dead.part").write_bytes(b"half")
     with (folder / "alive.part").open("wb") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         store_in(tmp_path).scan()
-        assert not (folder / "dead.part").exists()
+        assert not list(tmp_path.glob("*/dead.part"))
         assert (folder / "alive.part").exists()
 
 
@@ -315,6 +366,28 @@ def test_processes_that_share_a_folder_share_its_room(tmp_path: Path) -> None:
         saved(stores[seed % 3], draft_of(tokens_of(seed, 300)))
         held = sum(path.stat().st_size for path in tmp_path.glob("*/*.kv"))
         assert held <= most + 2 * most // 16  # what two of them have not told the third
+
+
+def test_a_bound_that_became_smaller_holds_from_the_start(tmp_path: Path) -> None:
+    files = [saved(store_in(tmp_path), draft_of(tokens_of(seed, 300))) for seed in range(10)]
+    for number, file in enumerate(files):
+        os.utime(file.path, (1000 + number, 1000 + number))
+    store = store_in(tmp_path, 4 * files[0].num_bytes)
+    scan = store.scan()
+    assert {file.path for file in scan.files} == {file.path for file in files[7:]}
+    assert scan.num_gone == 7
+    assert store.held_bytes == 3 * files[0].num_bytes
+
+
+def test_the_bound_holds_whatever_the_clock_says(tmp_path: Path) -> None:
+    """Files of a time to come were not used less lately than one that is written now."""
+    one = saved(store_in(tmp_path), draft_of(tokens_of(0, 300)))
+    store = store_in(tmp_path, 10 * one.num_bytes)
+    for seed in range(1, 40):
+        file = saved(store, draft_of(tokens_of(seed, 300)))
+        assert file.path.exists()
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*.kv")) <= 10 * one.num_bytes
+        os.utime(file.path, (1 << 33, 1 << 33))
 
 
 def test_models_share_the_room(tmp_path: Path) -> None:

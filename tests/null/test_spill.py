@@ -16,6 +16,7 @@ from jitllm.devices.memory import HostMemory, Span
 from jitllm.errors import DiskFull, JitllmError
 from jitllm.memory.page_file import PageFile
 from jitllm.memory.page_memory import VirtualPages
+from jitllm.memory.pages import KvPages
 from jitllm.memory.passes import Row
 from jitllm.memory.spill import Spill
 from jitllm.memory.spilling import PASSING_PART
@@ -99,6 +100,16 @@ def test_the_oldest_go_and_leave_room_for_what_passes_through(rig: Rig) -> None:
         for column in BLOCKS:
             assert rig.is_there(page_set, column) == (page_set not in rig.spill.spilled)
     rig.spill.check(range(20))
+
+
+def test_what_each_sequence_writes_to_is_promised_whatever_the_budget(rig: Rig) -> None:
+    """A step has all of that in memory, and so it is charged."""
+    pages = KvPages(rig.memory, PAGE_TOKENS, CAPACITY, spill=rig.spill)
+    for sequence in range(BUDGET + 4):
+        pages.open(sequence, 2 * PAGE_TOKENS)
+        assert pages.grow(sequence, 1)
+    assert pages.held_bytes == (BUDGET + 4) * pages.set_bytes
+    assert pages.promised_bytes(0) == pages.promised_bytes(5) == pages.held_bytes
 
 
 def test_what_is_wanted_does_not_go(rig: Rig) -> None:

@@ -31,7 +31,11 @@ def test_parse_size_reads_what_people_write(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "G", "-1G", "1X", "1e9", "nan", "1 2", "12Gi b", "١G", "1iB", "9" * 5000, "9000P"]
+    "text",
+    [
+        *("", "G", "-1G", "1X", "1e9", "nan", "1 2", "12Gi b", "١G", "1iB", "9" * 5000, "9000P"),
+        *("0.5", ".1", "0.0001K"),
+    ],
 )
 def test_parse_size_refuses_by_value_and_says_what_to_write(text: str) -> None:
     with pytest.raises(UsageError) as caught:
