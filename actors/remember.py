@@ -155,7 +155,7 @@ class PrefixCache:
                 failures=bool(found.problem),
             )
             if found.num_damaged:
-                _log.warning("%s: %d damaged files are gone", store.root, found.num_damaged)
+                _log.warning("%s: %d damaged files are passed over", store.root, found.num_damaged)
             if found.problem:
                 self._warn(found.problem)
         finally:

@@ -186,6 +186,12 @@ class PrefixFile:
         """Of all tokens up to the end of each granule in it."""
         return granules(self.parent, self.tokens)
 
+    def has_at(self, stop: int, digest: bytes) -> bool:
+        """Whether the granule that ends at a position has this digest. One that has it elsewhere
+        lies about what it builds on."""
+        number = (stop - self.start) // GRANULE_TOKENS - 1
+        return 0 <= number < len(self.digests) and self.digests[number] == digest
+
     @cached_property
     def end(self) -> bytes:
         """The digest of all tokens up to its end; see `end_digest`."""
@@ -297,7 +303,7 @@ def _plain(path: Path, kind: PrefixKind, header: bytes, data_offset: int) -> Pre
         and 0 <= start < 2**31
         and start % GRANULE_TOKENS == 0
         and isinstance(parent, bytes)
-        and len(parent) in (0, DIGEST_BYTES)
+        and (len(parent) == DIGEST_BYTES or start == len(parent) == 0)
         and isinstance(has_end, bool)
         and all(isinstance(check, int) for check in checks)
     )

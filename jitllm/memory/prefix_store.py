@@ -258,9 +258,9 @@ class Catalogue:
         """
         found: list[Stretch] = []
         for number in range(start // GRANULE_TOKENS, len(digests)):
-            if (file := self._granules.get(digests[number])) is None:
+            file, stop = self._granules.get(digests[number]), (number + 1) * GRANULE_TOKENS
+            if file is None or not file.has_at(stop, digests[number]):
                 break
-            stop = (number + 1) * GRANULE_TOKENS
             if found and found[-1].file is file:
                 found[-1] = Stretch(file, found[-1].start, stop)
             else:

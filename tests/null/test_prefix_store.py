@@ -24,6 +24,7 @@ from jitllm.memory.prefix_file import (
     PrefixFile,
     PrefixKind,
     decode,
+    encode,
 )
 from jitllm.memory.prefix_store import Catalogue, PrefixFolder, PrefixStore, Stretch
 
@@ -177,6 +178,23 @@ def test_a_file_of_another_model_is_none(tmp_path: Path, kind: PrefixKind) -> No
     assert scan.files == ()
     assert scan.num_damaged >= 2
     assert not foreign.exists()
+
+
+@pytest.mark.parametrize("depth", [0, 16, 48])
+def test_positions_are_where_the_tokens_before_them_say(tmp_path: Path, depth: int) -> None:
+    """A stranger's file with all sums right, that begins elsewhere than what it builds on ends."""
+    tokens = tokens_of(1, 100)
+    told = replace(draft_of(tokens, depth), start=32)
+    path = tmp_path / "told.kv"
+    path.write_bytes(encode(told, KIND)[0] + told.data)
+    catalogue = Catalogue()
+    if depth:
+        catalogue.add(decode(path, KIND))
+    else:
+        with pytest.raises(Damaged, match="makes no sense"):
+            decode(path, KIND)
+    digests = draft_of(tokens).names()
+    assert catalogue.find(digests, depth) == []
 
 
 def test_a_file_that_is_replaced_after_it_was_found_is_damaged(tmp_path: Path) -> None:
