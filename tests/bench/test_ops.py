@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from jitllm.jit.tiers import PLAIN, Tier, available
+from jitllm.kernels.attention import Attention
 from jitllm.kernels.glu import Glu
+from jitllm.kernels.kv_write import page_bytes
+from jitllm.kernels.kv_write.reference import page_views
 from jitllm.kernels.layout import FORMATS, FormatCode
 from jitllm.kernels.matmul import MatMul
 from jitllm.kernels.matmul.reference import random_tiles
@@ -29,6 +32,8 @@ PAIRS = int(os.environ.get("JITLLM_BENCH_PAIRS", "10"))
 THREADS = 2
 WIDTH, FFN_WIDTH, VOCAB = 640, 2048, 262_144
 """Gemma 3 270M's."""
+
+HISTORY = 4096
 
 BLOCK_BYTES = 128 << 20
 """Of the matrices that stand for a model's blocks: several times what a cache holds."""
@@ -69,6 +74,31 @@ def elementwise(name: str, tokens: int) -> tuple[Op, Rig]:
             return Quantize(src, Buffer("dst", width, element=Element.Q8)), rig
 
 
+def attention(kv_element: str, sequences: int, tokens: int) -> tuple[Op, Rig]:
+    """The last tokens of sequences that look back at HISTORY positions, in heads like Gemma's."""
+    rng = np.random.default_rng(4)
+    heads, (kv_heads, dim, page_tokens) = 4, (1, 256, 64)
+    layout = (kv_heads, dim, dim, page_tokens, kv_element)
+    count, num_pages = sequences * tokens, HISTORY // page_tokens
+    rig = Rig(
+        count,
+        arrays={"q": rng.standard_normal((count, heads * dim)).astype(np.float32)},
+        positions=np.tile(np.arange(HISTORY - tokens, HISTORY, dtype=np.int32), sequences),
+        row_of=np.repeat(np.arange(sequences, dtype=np.int32), tokens),
+        num_threads=THREADS,
+        page_tokens=page_tokens,
+        kv_element=kv_element,
+        page_bytes=page_bytes(*layout),
+        num_pages=sequences * num_pages,
+        tables=np.arange(sequences * num_pages).reshape(sequences, num_pages).tolist(),
+    )
+    for page in rig.pool:
+        for view in page_views(page.view, *layout):
+            view[...] = rng.integers(-127, 128, view.shape) if view.dtype == np.int8 else 0.5
+    q, dst = Buffer("q", heads * dim), Buffer("dst", heads * dim)
+    return Attention(q, dst, 0, heads, kv_heads, dim, dim, dim**-0.5), rig
+
+
 CASES: dict[str, Case] = {
     **{
         f"matmul {format.name} x {tokens}": partial(product, format, tokens)
@@ -94,6 +124,22 @@ def test_a_tier_against_the_one_before(name: str, tier: Tier) -> None:
     try:
         for ratio in compare(*samples, PAIRS):
             print(f"\n{name}, {tier.name} against {before.name}: {ratio}")
+            assert ratio.pairs == PAIRS
+    finally:
+        for end in ends:
+            end()
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (16, 1), (4, 4)])
+def test_keys_and_values_of_bytes_against_halves(sequences: int, tokens: int) -> None:
+    """Of one sequence a cache holds them, of sixteen they come from memory."""
+    cases = [attention(kv_element, sequences, tokens) for kv_element in ("q8_0", "f16")]
+    samples, ends = zip(
+        *(of_op(op, rig, available()[-1], THREADS) for op, rig in cases), strict=True
+    )
+    try:
+        for ratio in compare(*samples, PAIRS):
+            print(f"\n{sequences} sequences, {tokens} tokens of each, q8_0 against f16: {ratio}")
             assert ratio.pairs == PAIRS
     finally:
         for end in ends:

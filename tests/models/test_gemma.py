@@ -132,8 +132,9 @@ async def test_prompts_have_the_golden_ids(gemma_model: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_logits_along_golden_replies(gemma_model: Path) -> None:
-    async with opened(gemma_model) as model:
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+async def test_logits_along_golden_replies(gemma_model: Path, kv_type: str) -> None:
+    async with opened(gemma_model, kv_type=kv_type) as model:
         found = await along_golden_replies(model.engine, prompts(), NUM_POSITIONS)
     print(found)
     assert found.num_positions == 12 * NUM_POSITIONS
