@@ -117,9 +117,13 @@ class Overflow:
                 gone = spill.surplus(wanted, columns)
             await self._do(partial(spill.put_away, gone, columns))
         except JitllmError as error:
-            pages.shrink(0)  # what is only kept is given up before a reply is
-            if spill.surplus(wanted, columns):
+            # What is only kept is given up before a reply is.
+            if self._is_lost(error) or not pages.give_up_idle():
                 raise
+            await self._do(spill.reclaim)
+            rest = spill.surplus(wanted, columns)
+            gone = [*gone, *rest]
+            await self._do(partial(spill.put_away, rest, columns))
             _log.warning("%s; prefixes that were kept are given up", error)
         finally:
             pages.rewrite(frozenset(gone))

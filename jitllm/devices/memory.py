@@ -158,6 +158,14 @@ def _own_view(handle: Handle) -> memoryview:
     raise JitllmError(f"no view of {format_size(handle.num_bytes)}: they were given back")
 
 
+def punch(fd: int, offset: int, num_bytes: int) -> None:
+    """Give back what `[offset, offset + num_bytes)` of a file takes; it reads as zeros then. Raises
+    `OSError`, also where the filesystem cannot do it."""
+    if _libc.fallocate(fd, _PUNCH_HOLE, offset, num_bytes):
+        code = ctypes.get_errno()
+        raise OSError(code, f"fallocate: {os.strerror(code)}")
+
+
 def _map_foreign(handle: Handle) -> tuple[int, int, int]:
     """Start of a mapping, address of the span in it, and bytes of the mapping."""
     problem = f"no view of {format_size(handle.num_bytes)} of process {handle.pid}"
@@ -363,10 +371,8 @@ class SharedSpan(Span):
     def _give_back(self, offset: int, num_bytes: int) -> None:
         # Nobody who attached sees the bytes any more.
         self._check(offset, num_bytes)
-        start = _SHARED_START + offset
-        if num_bytes and _libc.fallocate(self._fd, _PUNCH_HOLE, start, round_up(num_bytes)):
-            code = ctypes.get_errno()
-            raise OSError(code, f"fallocate: {os.strerror(code)}")
+        if num_bytes:
+            punch(self._fd, _SHARED_START + offset, round_up(num_bytes))
 
     def close(self) -> None:
         """Give everything back, also what others attached to."""

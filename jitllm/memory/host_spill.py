@@ -56,6 +56,9 @@ class HostSpill(Spilling):
             self.bytes_written += self._move(page_set, columns, is_home=True)
             self._went(page_set)
 
+    def reclaim(self) -> None:
+        """See `Spilling`: nothing is."""
+
     def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """See `Spilling`."""
         for page_set in sets:

@@ -12,10 +12,13 @@ import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from jitllm.devices.memory import punch
 from jitllm.errors import JitllmError
 from jitllm.memory.columns import Columns
 from jitllm.memory.nameless import open_nameless, refusal
@@ -35,6 +38,7 @@ class PageFile:
         self._folder = folder
         self._sizes = [layout.num_bytes((column,)) for column in range(len(layout))]
         self._starts = [capacity * offset for offset in layout.offsets]
+        self._capacity = capacity
         self._num_bytes = capacity * layout.stride_bytes
         self._fd = open_nameless(folder, _WHAT)
         try:
@@ -76,6 +80,16 @@ class PageFile:
         """Nothing in it is wanted any more: its disk space goes back."""
         os.truncate(self._fd, 0)
         os.truncate(self._fd, self._num_bytes)
+
+    def keep_only(self, sets: Set[int]) -> None:
+        """Nothing of other sets is wanted any more: their disk space goes back, where the
+        filesystem can do that."""
+        edges = [-1, *sorted(sets), self._capacity]
+        gaps = [(start + 1, stop) for start, stop in pairwise(edges) if start + 1 < stop]
+        with suppress(OSError):
+            for start, stop in gaps:
+                for first, size in zip(self._starts, self._sizes, strict=True):
+                    punch(self._fd, first + start * size, (stop - start) * size)
 
     def close(self) -> None:
         """Give everything back. Twice is as good as once."""

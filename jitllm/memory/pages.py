@@ -244,6 +244,13 @@ class KvPages:
         while self.idle_bytes > max_idle_bytes:
             self._reclaim()
 
+    def give_up_idle(self) -> bool:
+        """Give up idle sets, also those that are in a file; whether there were any."""
+        had_some = self._index.num_idle > 0
+        while self._index.num_idle:
+            self._reclaim()
+        return had_some
+
     # --- columns that come and go ------------------------------------------------------------
     #
     # A column on its way is computed elsewhere, and sequences go on meanwhile. Of each of them

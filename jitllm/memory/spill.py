@@ -114,6 +114,10 @@ class Spill(Spilling):
             self._narrow.discard(page_set)
             self._went(page_set)
 
+    def reclaim(self) -> None:
+        """See `Spilling`: room in the file is used again, and goes back once nothing is away."""
+        self._file.keep_only(self.parted)
+
     def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """See `Spilling`."""
         for page_set in sets:

@@ -129,6 +129,10 @@ class Spilling(ABC):
         stay."""
 
     @abstractmethod
+    def reclaim(self) -> None:
+        """Give back what sets take that are not away any more, where that was left for later."""
+
+    @abstractmethod
     def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """Bring sets, to stay in memory. Raises `JitllmError`."""
 

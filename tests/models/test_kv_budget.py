@@ -217,6 +217,36 @@ async def test_a_full_disk_ends_the_reply_that_needs_it_and_no_other(
         assert (await reply(engine, REQUESTS[0])).bits == expected[0]
 
 
+def on_disk_of(num_bytes: int) -> Any:
+    """`os.pwrite` to files on a disk that takes no more in a file than this."""
+    write = os.pwrite
+
+    def attempt(fd: int, data: Any, offset: int) -> int:
+        try:
+            is_new = os.lseek(fd, offset, os.SEEK_DATA) > offset
+        except OSError:  # there is none from there on
+            is_new = True
+        if is_new and os.fstat(fd).st_blocks * 512 + len(data) > num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data, offset)
+
+    return attempt
+
+
+async def test_what_is_only_kept_makes_room_on_a_full_disk(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reply ends because the disk is full of prefixes of earlier ones."""
+    path = tiny_model("llama")
+    requests = [Request(PROMPT[at : at + 200], max_tokens=10) for at in (0, 50, 100)]
+    expected, set_bytes = await quiet(path, 16, requests)
+    choices = {"kv_budget_bytes": 6 * set_bytes, "kv_cache": str(tmp_path)}
+    async with opened(path, page_size_tokens=16, **choices) as loaded:
+        monkeypatch.setattr(os, "pwrite", on_disk_of(14 * set_bytes))
+        for request, bits in zip(requests, expected, strict=True):
+            assert (await reply(loaded.engine, request)).bits == bits
+
+
 @pytest.mark.parametrize("num_times", [1, 3, FOR_EVER])
 async def test_what_cannot_be_read_is_computed_again(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_times: int

@@ -129,6 +129,25 @@ def test_sets_come_back_with_their_bytes(rig: Rig) -> None:
     rig.spill.check(range(20))
 
 
+def test_the_room_of_sets_that_went_for_good_can_be_had_at_once(rig: Rig) -> None:
+    def disk_bytes() -> int:
+        return 512 * os.fstat(rig.spill._file._fd).st_blocks
+
+    taken(rig, 20)
+    full = disk_bytes()
+    for page_set in (0, 1, 2, 5):
+        rig.spill.give(page_set)
+    assert disk_bytes() == full  # whoever takes a set again writes there
+    rig.spill.reclaim()
+    assert disk_bytes() < full - 3 * STRIDE  # the filesystem has blocks of its own
+    away = sorted(rig.spill.spilled)
+    assert away[:3] == [3, 4, 6]
+    rig.spill.bring_back(away, BLOCKS)
+    assert all(rig.is_there(page_set, column) for page_set in away for column in BLOCKS)
+    rig.spill.reclaim()
+    assert disk_bytes() < STRIDE
+
+
 def test_single_pages_come_and_go_and_may_be_changed(rig: Rig) -> None:
     taken(rig, 20)
     pages = frozenset({(2, 1), (3, 1), (9, 0)})
