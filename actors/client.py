@@ -207,9 +207,15 @@ def _use(
     )
 
 
-def _experts(pagers: Iterable[PagerStats]) -> ExpertUse | None:
-    """Together; None where experts come with their blocks."""
-    found = [pager.experts for pager in pagers if pager.experts is not None]
+def _experts(uses: Iterable[tuple[PagerStats, DeviceStats]]) -> ExpertUse | None:
+    """Together; None where experts come with their blocks. Pagers are not asked for those that a
+    device has in its own memory."""
+    found = [
+        replace(pager.experts, hits=pager.experts.hits + hits)
+        for pager, device in uses
+        if pager.experts is not None
+        for hits in (device.memory.expert_hits if device.memory else 0,)
+    ]
     return reduce(ExpertUse.plus, found) if found else None
 
 
@@ -242,6 +248,6 @@ def _pages(uses: Collection[tuple[PagerStats, DeviceStats]]) -> Pages:
         over_budget_bytes=sum(pager.over_budget_bytes for pager in all_of),
         read_s=sum(pager.read_s for pager in all_of),
         wait_s=sum(pager.wait_s for pager in all_of),
-        experts=_experts(all_of),
+        experts=_experts(uses),
         phases=_phases(uses),
     )

@@ -7,13 +7,15 @@ the pager and what the device holds. Knows no sequence and no step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 from actors.actor import Ref
 from actors.messages.device import Brought, DeviceMemory
 from actors.messages.pager import (
     Acquire,
+    AcquireExperts,
+    ExpertLease,
     Forget,
     Frame,
     Lease,
@@ -22,11 +24,13 @@ from actors.messages.pager import (
     Release,
     Reserve,
     Reserved,
+    Unreadable,
 )
 from jitllm.devices import memory
 from jitllm.devices.memory import Handle
 from jitllm.devices.vulkan.arena import Arena
 from jitllm.devices.vulkan.runner import VulkanRunner
+from jitllm.memory.device_experts import DeviceExperts
 from jitllm.memory.device_pages import DevicePages
 from jitllm.memory.device_weights import DeviceWeights, Load
 from jitllm.memory.throttle import Abandoned, Throttle
@@ -41,7 +45,8 @@ class CopiedWeights:
 
     dense: the handle of the dense region. has_dense: it stays where it is, for other devices of the
     node. located: where the pager's frames lie. owned: what ends with the device. host: the pager
-    that what it holds counts at, where its memory is the host's.
+    that what it holds counts at, where its memory is the host's. expert_places: where a block's
+    experts begin in it, and bytes from one to the next.
     """
 
     def __init__(
@@ -57,7 +62,9 @@ class CopiedWeights:
         *,
         has_dense: bool,
         host: Ref | None = None,
+        expert_places: Mapping[int, tuple[int, int]],
     ) -> None:
+        self._expert_places = expert_places
         self._pager = pager
         self._has_dense = has_dense
         self._weights = weights
@@ -168,6 +175,7 @@ class CopiedWeights:
         slots = self._weights.slots
         async with self._turn:
             before = slots.blocks, slots.num_slots
+            served = self._weights.experts.blocks
             missing = self._weights.hold(held, self._streamed & held)
             parts = self._parts - gone if missing else held
             for part in parts ^ self._parts:
@@ -175,9 +183,16 @@ class CopiedWeights:
             self._parts = parts
             if before != (slots.blocks, slots.num_slots):
                 self._rearranged(*before[0])
-                await self._pager.ask(Place(slots.blocks, dense=False))
+                await self._place(slots.blocks)
+            elif served != self._weights.experts.blocks:
+                await self._place(slots.blocks)
         await self._charge_host(0)
         return missing
+
+    async def _place(self, blocks: Iterable[int], *, dense: bool = False) -> None:
+        """Have the pager serve these, and the experts that come one by one."""
+        experts = self._weights.experts.blocks
+        await self._pager.ask(Place(tuple(sorted(blocks)), dense=dense, experts=experts))
 
     async def _charge_host(self, kv_bytes: int) -> int:
         """Where it is the host's memory: what is taken of it, and what keys and values will take;
@@ -192,12 +207,16 @@ class CopiedWeights:
 
     async def charge(self, kv_bytes: int, spilled_bytes: int) -> Reserved:
         """See `Supply`: what is beyond their budget is in memory of the host."""
-        slots, lacking = self._weights.slots, kv_bytes - self._room_bytes
+        slots, experts = self._weights.slots, self._weights.experts
+        experts.narrow(kv_bytes - self._room_bytes)
+        lacking = kv_bytes - self._room_bytes
         if slots.blocks and (lacking > 0 or not kv_bytes):
             await self._quiet()
             spare_bytes = max(slots.slot_bytes, MIN_SPARE_BYTES)
             if slots.narrow(lacking) if kv_bytes else slots.widen(spare_bytes):
                 self._rearranged()
+        if experts.blocks and not kv_bytes:
+            experts.widen(MIN_SPARE_BYTES)
         room = self._room_bytes
         over_budget_bytes = max(kv_bytes - room, 0) or await self._charge_host(kv_bytes)
         if spilled_bytes != self._spilled_bytes:
@@ -217,8 +236,9 @@ class CopiedWeights:
         return self._arena.room_bytes + self._pages.num_bytes
 
     def room_bytes(self) -> int:
-        """See `Supply`; slots that are more than enough give way."""
-        return self._arena.room_bytes + self._weights.slots.spare_bytes
+        """See `Supply`; slots and frames of experts that are more than enough give way."""
+        weights = self._weights
+        return self._arena.room_bytes + weights.slots.spare_bytes + weights.experts.spare_bytes
 
     async def bring(self, block: int, source: Frame | None, share: float) -> Brought:
         """See `Supply`."""
@@ -261,10 +281,10 @@ class CopiedWeights:
             return
         try:
             blocks |= set(self._weights.slots.blocks)
-            await self._pager.ask(Place(tuple(sorted(blocks)), dense=needs_dense))
+            await self._place(blocks, dense=needs_dense)
             yield
         finally:
-            await self._pager.ask(Place(self._weights.slots.blocks, dense=False))
+            await self._place(self._weights.slots.blocks)
 
     async def _copy(
         self,
@@ -300,6 +320,30 @@ class CopiedWeights:
         finally:
             await self._pager.tell(Release(lease))
 
+    # --- experts that come one by one --------------------------------------------------------
+
+    @property
+    def experts(self) -> DeviceExperts:
+        """Their frames."""
+        return self._weights.experts
+
+    async def bring_expert(self, lease: ExpertLease, index: int) -> None:
+        """Copy one of those that the pager leased to its frame."""
+        block, expert, place = lease.block, lease.experts[index], lease.places[index]
+        first, stride = self._expert_places[block]
+        address = self._frames + self._offsets[block] + first + place * stride
+        await self._runner.load(self.experts.span(block, expert), address, Throttle().pieces)
+
+    async def acquire_experts(
+        self, block: int, experts: tuple[int, ...]
+    ) -> ExpertLease | Unreadable:
+        """A lease of some of these experts in the host's memory."""
+        return await self._pager.ask(AcquireExperts(block, experts, self._name))
+
+    async def release_experts(self, lease: ExpertLease) -> None:
+        """They are copied."""
+        await self._pager.tell(Release(lease))
+
     def memory(self) -> DeviceMemory:
         """See `Supply`."""
         return DeviceMemory(
@@ -308,6 +352,7 @@ class CopiedWeights:
             allocated_bytes=self._arena.allocated_bytes,
             weight_bytes=self._weights.num_bytes,
             blocks=self._weights.num_blocks,
+            expert_hits=self.experts.residency.num_hits,
         )
 
     async def close(self) -> None:

@@ -281,7 +281,7 @@ class Pager(Actor):
         for block in message.blocks:
             self._check_block(block)
         self._evict(self._residency.place(message.blocks))
-        self._place_experts(message.blocks)
+        self._place_experts(message.blocks if message.experts is None else message.experts)
         self._fetches.abandon_unplaced()
         self._settle()
         # Nobody waits for these: who places may be who holds them.

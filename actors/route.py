@@ -94,6 +94,11 @@ class Route:
         """Whether a step is computed by one device."""
         return len(self._legs) == 1
 
+    @property
+    def _has_experts_away(self) -> bool:
+        """Whether some pager serves experts of blocks that it does not serve itself."""
+        return bool(self._placement.hosted or self._placement.carded)
+
     def name_of(self, actor: str) -> str:
         """The device that an actor is, or whose pager it is; KeyError for another actor."""
         for name, site in self.sites.items():
@@ -323,7 +328,7 @@ class Route:
                     name,
                     s.fixed_bytes,
                     s.placed_bytes + extra.get(name, 0),
-                    s.experts.all_bytes if self._placement.hosted and s.experts else 0,
+                    s.experts.all_bytes if self._has_experts_away and s.experts else 0,
                 )
                 for name, s in stats.items()
             ]

@@ -10,16 +10,18 @@ from functools import partial
 from time import perf_counter
 
 from actors.beside import beside
+from actors.carded import CardedExperts
 from actors.copied_weights import CopiedWeights
 from actors.decode import TOP_BYTES
 from actors.device import Device
 from actors.mixtures import Mixtures
 from actors.recipes import ModelOnDevice
-from jitllm.devices.mixtures import Stretches
+from jitllm.devices.mixtures import Stretches, table_of
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.devices.vulkan.device import Device as VulkanDevice
 from jitllm.devices.vulkan.instance import Instance
 from jitllm.devices.vulkan.mirror import Mirrors
+from jitllm.devices.vulkan.mixtures import VulkanMixture
 from jitllm.devices.vulkan.pipelines import Pipelines
 from jitllm.devices.vulkan.program import VulkanProgram
 from jitllm.devices.vulkan.runner import VulkanRunner
@@ -41,13 +43,15 @@ _STAGE_BYTES = 1 << 20
 class VulkanRecipe(ModelOnDevice):
     """A Vulkan device. name: what people call it. index: its place in the loader's list.
     budget_bytes: most memory that is taken of it. is_unified: it is the host's memory. block_bytes:
-    what is held here of each block, with its experts or without."""
+    what is held here of each block, with its experts or without. carded: blocks whose experts come
+    one by one."""
 
     name: str
     index: int
     budget_bytes: int
     is_unified: bool
     block_bytes: tuple[int, ...]
+    carded: frozenset[int] = frozenset()
 
     async def make(self) -> Device:
         """See `Recipe`. Raises `JitllmError` where there is no such device, or no room on it."""
@@ -69,7 +73,14 @@ class VulkanRecipe(ModelOnDevice):
             memory = self._kv_memory(arena, mirrors, give, owned)
 
             weights = DeviceWeights(
-                graph, self.tensors, self.block_bytes, expert_places(self.tensors), arena, give
+                graph,
+                self.tensors,
+                self.block_bytes,
+                expert_places(self.tensors),
+                arena,
+                give,
+                carded=self.carded,
+                used=table_of(graph.blocks)[1] if self.carded else 0,
             )
             build = partial(
                 VulkanProgram,
@@ -110,10 +121,6 @@ class VulkanRecipe(ModelOnDevice):
                 )
             pages = KvPages(memory, self.page_tokens, self.num_page_sets, columns=(), spill=spill)
             outbox = self.outbox(owned)
-            mixtures: Mixtures | None = None
-            if experts := self.hosted_experts(runner, outbox):
-                stretches = Stretches(program.blocks, graph.blocks, experts)
-                mixtures = Mixtures(runner, stretches, experts)
             supply = CopiedWeights(
                 self.pager,
                 located,
@@ -125,7 +132,16 @@ class VulkanRecipe(ModelOnDevice):
                 owned,
                 has_dense=not self.keeps_dense,
                 host=self.dense if self.is_unified else None,
+                expert_places=expert_places(self.tensors),
             )
+            experts = self.hosted_experts(runner, outbox)
+            if self.carded:
+                mixture = VulkanMixture(program, runner, graph.blocks, self.carded, weights.address)
+                experts |= dict.fromkeys(self.carded, CardedExperts(mixture, supply))
+            mixtures: Mixtures | None = None
+            if experts:
+                stretches = Stretches(program.blocks, graph.blocks, experts)
+                mixtures = Mixtures(runner, stretches, experts)
             return Device(
                 runner,
                 pages,

@@ -6,7 +6,7 @@ Plain functions of a configuration, a container's header and what there is. Know
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import gettempdir
@@ -34,7 +34,7 @@ from jitllm.memory.prefix_file import PrefixKind
 from jitllm.memory.prefix_store import PrefixFolder
 from jitllm.models.graph import Graph
 from jitllm.schedule.place import BlockCost, Room, place
-from jitllm.schedule.placement import HOSTED, Decline, Placement
+from jitllm.schedule.placement import CARDED, HOSTED, Decline, Placement
 from jitllm.schedule.placement_map import parse_map
 from jitllm.units import format_size
 
@@ -43,6 +43,20 @@ DEFAULT_ROWS = 16
 
 LOGITS_BYTES = 8 << 20
 """Memory for output rows: what bounds them where the vocabulary is large."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsAway:
+    """Blocks whose experts the host computes, and those whose experts come to a GPU one by one:
+    wherever they are, and for good."""
+
+    hosted: frozenset[int] = frozenset()
+    carded: frozenset[int] = frozenset()
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """All of them: a GPU holds them without their experts."""
+        return self.hosted | self.carded
 
 
 def devices_of(
@@ -122,14 +136,14 @@ def first_placement(
     header: Header,
     chosen: Sequence[ChosenDevice],
     limits: Limits,
-    hosted: frozenset[int],
+    away: ExpertsAway,
 ) -> tuple[Placement, tuple[Decline, ...]]:
-    """Where everything begins, and what was asked for in vain. hosted: see `hosted_of`."""
+    """Where everything begins, and what was asked for in vain."""
     context = context_tokens_of(config, graph)
     history = History(graph.kv, config.kv_type)
-    sizes = held_bytes(header, hosted)
+    sizes = held_bytes(header, away.blocks)
     has_gpu = any(one.device.is_gpu for one in chosen)  # which would have the experts too
-    if experts_used_of(config, graph, header, hosted) and not has_gpu:
+    if experts_used_of(config, graph, header, away) and not has_gpu:
         sizes = held_bytes(header, range(graph.num_blocks))
     costs = [
         BlockCost(num_bytes, history.num_bytes((block,), context))
@@ -146,26 +160,30 @@ def first_placement(
         declines = ()
     if config.placement is None:
         return placement, declines
-    placement = replace(placement, hosted=hosted, host=host_of(config, chosen) or "")
+    host = host_of(config, chosen) or ""
+    placement = replace(placement, hosted=away.hosted, host=host, carded=away.carded)
     return parse_map(config.placement).resolve(
         graph.num_blocks, names, placement, strict=config.placement_strict
     )
 
 
-def hosted_of(config: ResolvedConfig, graph: Graph) -> frozenset[int]:
-    """The blocks whose experts the host computes, wherever the block is.
+def experts_away(config: ResolvedConfig, graph: Graph) -> ExpertsAway:
+    """What the map says of experts, of blocks that have some.
 
     Raises `UsageError` where experts are to come with their blocks.
     """
     if config.placement is None:
-        return frozenset()
-    wanted = parse_map(config.placement).hosted(graph.num_blocks)
-    if wanted and config.experts == "blocks":
+        return ExpertsAway()
+    asked = parse_map(config.placement)
+    hosted, carded = (asked.with_experts(m, graph.num_blocks) for m in (HOSTED, CARDED))
+    if (hosted or carded) and config.experts == "blocks":
         raise UsageError(
-            f"-placement with {HOSTED}: -experts blocks keeps experts with their blocks",
+            f"-placement with {HOSTED if hosted else CARDED}: -experts blocks keeps experts with "
+            "their blocks",
             "leave -experts out",
         )
-    return wanted & expert_blocks(graph.blocks)
+    having = expert_blocks(graph.blocks)
+    return ExpertsAway(hosted & having, carded & having)
 
 
 def context_tokens_of(config: ResolvedConfig, graph: Graph) -> int:
@@ -231,14 +249,12 @@ def held_bytes(header: Header, apart: Container[int]) -> tuple[int, ...]:
     return tuple(header.blocks[b].length if b in apart else size for b, size in whole)
 
 
-def experts_used_of(
-    config: ResolvedConfig, graph: Graph, header: Header, hosted: frozenset[int]
-) -> int:
+def experts_used_of(config: ResolvedConfig, graph: Graph, header: Header, away: ExpertsAway) -> int:
     """Experts that a token needs in a block where they are paged one by one, else 0."""
     ops = (op for op in graph.ops() if isinstance(op, ExpertMatMul))
     used = next((op.used for op in ops), 0)
     is_apart = are_apart(config.experts, header.weight_bytes, config.maxmem_bytes)
-    return used if is_apart or hosted else 0
+    return used if is_apart or away.blocks else 0
 
 
 def park_folder(config: ResolvedConfig) -> Path:

@@ -238,8 +238,8 @@ async def open_engine(
         objects, here = cache or ObjectCache(default_directory()), runtime.here
         chosen, shares = await beside(lambda _: allot.devices_of(config, hosts, here, objects))
         host = allot.host_of(config, chosen)
-        hosted = allot.hosted_of(config, graph)
-        experts_used = allot.experts_used_of(config, graph, header, hosted)
+        away = allot.experts_away(config, graph)
+        experts_used = allot.experts_used_of(config, graph, header, away)
         pagers: dict[str, Ref] = {}
         for device in (one.device for one in chosen):
             pagers[device.name] = await runtime.start(
@@ -249,9 +249,9 @@ async def open_engine(
                     config.read_ahead,
                     ray is not None,
                     is_empty=device.is_gpu,
-                    experts_used=experts_used if hosted or not device.is_gpu else 0,
-                    apart=hosted if device.is_gpu else None,
-                    hosted=hosted,
+                    experts_used=experts_used if away.blocks or not device.is_gpu else 0,
+                    apart=away.blocks if device.is_gpu else None,
+                    hosted=away.hosted,
                     is_host=device.name == host,
                 ),
                 f"pager {device.name}",
@@ -265,7 +265,7 @@ async def open_engine(
         # The host first: others may ask it.
         for one, share in sorted(zip(chosen, shares, strict=True), key=lambda c: c[0].name != host):
             device, pager = one.device, pagers[one.name]
-            asked = sites.get(host or "") if hosted else None
+            asked = sites.get(host or "") if away.hosted else None
             page_tokens = dict(config.page_sizes).get(device.name, config.page_size_tokens)
             settings: dict[str, Any] = {
                 "pager": pager,
@@ -278,7 +278,7 @@ async def open_engine(
                 "context_tokens": context_tokens,
                 "kv_budget_sets": allot.kv_budget_sets(config, graph, page_tokens),
                 "is_shared": ray is not None,
-                "hosted": hosted,
+                "hosted": away.hosted,
                 "host": asked and Host(asked.device, is_far=asked.node != device.node),
                 "cache": objects,
                 "progress": partial(progress, "compiling kernels")
@@ -293,7 +293,8 @@ async def open_engine(
                     budget_bytes=allot.vram_of(one, config),
                     is_unified=device.is_unified,
                     name=device.name,
-                    block_bytes=allot.held_bytes(header, hosted),
+                    block_bytes=allot.held_bytes(header, away.blocks),
+                    carded=away.carded,
                     **settings,
                 )
             else:
@@ -311,7 +312,7 @@ async def open_engine(
             )
             sites[device.name] = Site(made, pager, device.node, has_memory=device.is_gpu)
         sites = {one.name: sites[one.name] for one in chosen}
-        target, declines = allot.first_placement(config, graph, header, chosen, limits, hosted)
+        target, declines = allot.first_placement(config, graph, header, chosen, limits, away)
         placement = target
         if config.gpu_grow and host is not None:
             gpus = [one.name for one in chosen if one.device.is_gpu]
@@ -324,7 +325,7 @@ async def open_engine(
                 host_bytes=config.maxmem_bytes,
                 budget=Budget(rows=limits.rows, tokens=limits.tokens, outputs=limits.outputs),
                 # The head is in the dense region.
-                block_bytes=(*allot.held_bytes(header, hosted), 0),
+                block_bytes=(*allot.held_bytes(header, away.blocks), 0),
                 kv_bytes=tuple(history.num_bytes((block,), 1) for block in range(graph.num_blocks)),
                 context_tokens=context_tokens,
                 vocab=graph.vocab,

@@ -135,6 +135,8 @@ class DeviceMemory:
     allocated_bytes: int
     weight_bytes: int
     blocks: int
+    expert_hits: int = 0
+    """Experts that steps needed and found there, where they come one by one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,8 @@ class Place(Message[None]):
     dense: bool | None = None
     """Whether the dense region is needed here; otherwise its memory and its charge go. None: as
     before."""
+    experts: tuple[int, ...] | None = None
+    """Serve experts of these blocks, where they come one by one. None: of those in `blocks`."""
 
 
 @dataclass(frozen=True, slots=True)

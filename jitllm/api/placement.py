@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Run(BaseModel):
     """Blocks in a row on one device, or the head. `what` is "0-8" or "head"; blocks: how many.
 
-    hosted: the host computes their routed experts.
+    experts: "%host" where the host computes routed ones, "%card" where they come one by one.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Run(BaseModel):
     weight_bytes: int
     pinned: bool
     streamed: bool
-    hosted: bool
+    experts: str
 
 
 class PlacementReply(BaseModel):
@@ -160,11 +160,11 @@ def _report(served: Served, stats: EngineStats, moved: tuple[Moved, ...] = ()) -
 def _runs(served: Served, stats: EngineStats) -> Iterator[Run]:
     placement, header = stats.placement, served.header
 
-    def where(index: int) -> tuple[str, bool, bool, bool]:
+    def where(index: int) -> tuple[str, bool, bool, str]:
         is_pinned, is_streamed = index in placement.pinned, index in placement.streamed
-        return placement.owner(index), is_pinned, is_streamed, placement.is_hosted(index)
+        return placement.owner(index), is_pinned, is_streamed, placement.experts_mark(index)
 
-    for (device, pinned, streamed, hosted), run in groupby(range(placement.num_blocks), where):
+    for (device, pinned, streamed, experts), run in groupby(range(placement.num_blocks), where):
         blocks = list(run)
         yield Run(
             what=runs_text(blocks),
@@ -173,9 +173,9 @@ def _runs(served: Served, stats: EngineStats) -> Iterator[Run]:
             weight_bytes=sum(header.frame_bytes[block] for block in blocks),
             pinned=pinned,
             streamed=streamed,
-            hosted=hosted,
+            experts=experts,
         )
-    device, pinned, streamed, hosted = where(placement.num_blocks)
+    device, pinned, streamed, experts = where(placement.num_blocks)
     yield Run(
         what=HEAD,
         device=device,
@@ -183,5 +183,5 @@ def _runs(served: Served, stats: EngineStats) -> Iterator[Run]:
         weight_bytes=header.dense.length,
         pinned=pinned,
         streamed=streamed,
-        hosted=hosted,
+        experts=experts,
     )

@@ -157,8 +157,9 @@ _ENGINE_FLAGS = (
         metavar="MAP",
         help="Which blocks go where: 0-8=cpu:0,9-17=cpu:1,head=host. Before = a block, a range "
         "with its end, head (the output) or * (all others); after it a device or host, then ! to "
-        "pin, ~ to stream the weights at each step, and %host behind that to have the experts of "
-        "a mixture's block on the host; default: the engine chooses.",
+        "pin, ~ to stream the weights at each step, and behind that %host to have the experts of "
+        "a mixture's block on the host, %card to bring them to a GPU one by one; default: the "
+        "engine chooses.",
     ),
     _flag(
         "placement_strict",

@@ -137,18 +137,60 @@ class Stretches:
         return range(bisect_left(self._starts, first), bisect_left(self._starts, stop))
 
 
+class Chosen:
+    """The experts that the tokens of a step go to, in the table of `kernels/dispatch`.
+
+    words: the table, i32. used: experts of a token.
+    """
+
+    def __init__(self, words: memoryview, used: int) -> None:
+        self._words = words
+        self._used = used
+        self._panels: dict[int, list[list[int]]] = {}
+        for first in range(_HEAD, _HEAD + _RECORD * words[0], _RECORD):
+            expert = words[first + 1]
+            self._panels.setdefault(expert, []).append(words[first + 1 : first + 4].tolist())
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Each of them once."""
+        return tuple(self._panels)
+
+    def keep(self, experts: Iterable[int]) -> None:
+        """Leave the panels of some of them in the table, and of no others."""
+        words = self._words
+        panels = [panel for expert in experts for panel in self._panels[expert]]
+        words[0] = len(panels)
+        for first, panel in zip(range(_HEAD, len(words), _RECORD), panels, strict=False):
+            for word, value in enumerate(panel, first + 1):
+                words[word] = value
+
+    def rows_of(self, expert: int, row_of: Sequence[int]) -> tuple[int, ...]:
+        """The rows of the step with a token that goes to an expert. row_of: of each token."""
+        places = (n for _, start, stop in self._panels[expert] for n in range(start, stop))
+        pairs = (self._words[_HEAD + _RECORD * n] for n in places)
+        return tuple(sorted({row_of[pair // self._used] for pair in pairs}))
+
+
+def table_of(blocks: Sequence[Sequence[Op]]) -> tuple[Buffer, int]:
+    """The table of `kernels/dispatch`, which blocks have in the same memory, and the experts of a
+    token."""
+    products = (product for ops in blocks if (product := _first(ops)))
+    ((table, used),) = {(op.table, op.used) for op in products}
+    return table, used
+
+
 class MixtureProgram:
     """A program of the host, of which some blocks have experts that come one by one."""
 
     def __init__(self, program: HostProgram, blocks: Sequence[Sequence[Op]]) -> None:
         """blocks: the ops of all blocks of the program, in order."""
         self._program = program
-        found = {block: product for block, ops in enumerate(blocks) if (product := _first(ops))}
-        # Blocks have their tables in the same memory, one after the other.
-        ((self._table, self._used),) = {(op.table, op.used) for op in found.values()}
+        self._table, self._used = table_of(blocks)
+        found = expert_blocks(blocks)
         self._sections = {block: program.blocks[block].stop - 2 for block in found}
         self._addresses = {block: self._tables(blocks[block]) for block in found}
-        self._panels: dict[int, list[list[int]]] = {}
+        self._chosen = Chosen(memoryview(bytes(HEAD_BYTES)).cast("i"), self._used)
 
     def _tables(self, ops: Sequence[Op]) -> list[tuple[Const, list[int]]]:
         """Where kernels find matrices of experts, and what stands there of a whole block."""
@@ -158,13 +200,9 @@ class MixtureProgram:
 
     def needed(self) -> tuple[int, ...]:
         """The experts that were chosen in the block that was computed last, each of them once."""
-        words = self._words()
-        stop = _HEAD + _RECORD * words[0]
-        self._panels = {}
-        for first in range(_HEAD, stop, _RECORD):
-            expert = words[first + 1]
-            self._panels.setdefault(expert, []).append(words[first + 1 : first + 4].tolist())
-        return tuple(self._panels)
+        words = self._program.rows(self._table, self._program.limits.tokens).cast("i")
+        self._chosen = Chosen(words, self._used)
+        return self._chosen.experts
 
     def ask(self, block: int, experts: Sequence[int], places: Sequence[int]) -> None:
         """Compute what some of the needed experts of `block` say.
@@ -175,22 +213,10 @@ class MixtureProgram:
             entries = self._program.bytes_of(table).cast("Q")
             for expert, place in zip(experts, places, strict=True):
                 entries[expert] = whole[place]
-        words = self._words()
-        panels = [panel for expert in experts for panel in self._panels[expert]]
-        words[0] = len(panels)
-        for first, panel in zip(range(_HEAD, len(words), _RECORD), panels, strict=False):
-            for word, value in enumerate(panel, first + 1):
-                words[word] = value
+        self._chosen.keep(experts)
         section = self._sections[block]
         self._program.run_sections(range(section, section + 1))
 
     def rows_of(self, expert: int) -> tuple[int, ...]:
         """The rows of the step with a token that needs one of the needed experts."""
-        words, row_of = self._words(), self._program.step.row_of
-        places = (n for _, start, stop in self._panels[expert] for n in range(start, stop))
-        pairs = (words[_HEAD + _RECORD * n] for n in places)
-        return tuple(sorted({row_of[pair // self._used] for pair in pairs}))
-
-    def _words(self) -> memoryview:
-        """The table of `kernels/dispatch`."""
-        return self._program.rows(self._table, self._program.limits.tokens).cast("i")
+        return self._chosen.rows_of(expert, self._program.step.row_of)

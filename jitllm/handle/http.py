@@ -192,7 +192,7 @@ def _stats(found: dict[str, Any]) -> EngineStats:
 
 def _placement(found: dict[str, Any]) -> Placement:
     known = _known(Placement, found)
-    marks = {name: frozenset(known[name]) for name in ("pinned", "streamed", "hosted")}
+    marks = {name: frozenset(known[name]) for name in ("pinned", "streamed", "hosted", "carded")}
     return Placement(**known | marks | {"blocks": tuple(known["blocks"])})
 
 

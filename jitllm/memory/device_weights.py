@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jitllm.devices.vulkan.arena import Arena, DeviceSpan
 from jitllm.formats.jlm import TensorEntry
 from jitllm.kernels.op import Op, Weight
+from jitllm.memory.device_experts import DeviceExperts
 from jitllm.memory.slots import Slots
 from jitllm.models.graph import Graph
 
@@ -37,7 +38,8 @@ class DeviceWeights:
 
     block_bytes: what is held of each block, with its experts or without. experts: where a block's
     experts begin in it, and bytes from one to the next. give_back: where a span goes that is not
-    used any more.
+    used any more. carded: blocks whose experts come one by one; used: how many of them a token
+    needs.
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class DeviceWeights:
         experts: Mapping[int, tuple[int, int]],
         arena: Arena,
         give_back: Callable[[DeviceSpan], None],
+        carded: Iterable[int] = (),
+        used: int = 0,
     ) -> None:
+        tensors = tuple(tensors)
         self._tensors = {(tensor.role, tensor.block): tensor for tensor in tensors}
         self._block_bytes = tuple(block_bytes)
         self._experts = experts
@@ -58,6 +63,9 @@ class DeviceWeights:
         self._filled: set[_Key] = set()
         self.slots = Slots(arena, block_bytes, give_back)
         """Where blocks pass through."""
+        sizes = {block: experts[block][1] for block in carded}
+        self.experts = DeviceExperts(arena, sizes, _counts(tensors), used, give_back)
+        """Where experts come one by one."""
         self._needs = [frozenset(keys) for keys in self._by_part(graph)]
 
     def _by_part(self, graph: Graph) -> Iterator[set[_Key]]:
@@ -73,7 +81,8 @@ class DeviceWeights:
     @property
     def num_bytes(self) -> int:
         """What all of it takes."""
-        return sum(span.num_bytes for span in self._spans.values()) + self.slots.num_bytes
+        held = sum(span.num_bytes for span in self._spans.values())
+        return held + self.slots.num_bytes + self.experts.num_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -86,13 +95,15 @@ class DeviceWeights:
         passing = sorted(passing)
         if tuple(passing) != self.slots.blocks:
             self.slots.close()
-        wanted: frozenset[_Key] = frozenset().union(*(self._needs[part] for part in parts))
+        wanted_blocks = frozenset(parts)
+        wanted: frozenset[_Key] = frozenset().union(*(self._needs[part] for part in wanted_blocks))
         wanted -= frozenset(passing)
         for key in self._spans.keys() - wanted:
             self._filled.discard(key)
             self._give_back(self._spans.pop(key))
         added = sorted(wanted - self._spans.keys(), key=self._size, reverse=True)
-        missing = self._take(added) or self.slots.serve(passing)
+        carded = wanted_blocks & self.experts.expert_bytes.keys()
+        missing = self._take(added) or self.slots.serve(passing) or self.experts.serve(carded)
         if missing:
             for key in added:
                 if (span := self._spans.pop(key, None)) is not None:
@@ -105,7 +116,7 @@ class DeviceWeights:
         while lacking:
             size = self._size(lacking[0])
             while (span := self._arena.take(size)) is None:
-                if not self.slots.narrow(1):
+                if not self.experts.narrow(size) and not self.slots.narrow(1):
                     missing = sum(map(self._size, lacking)) - self._arena.room_bytes
                     return missing if missing > 0 else size  # there is room, but not in one piece
             self._spans[lacking.pop(0)] = span
@@ -153,6 +164,9 @@ class DeviceWeights:
         if not begin:
             return 0
         start = begin + tensor.offset
+        if weight.expert is not None and tensor.block in self.experts.expert_bytes:
+            found = self.experts.address(tensor.block, weight.expert)
+            return found + tensor.offset if found else 0
         if weight.expert is not None:
             first, stride = self._experts[tensor.block]
             start += first + weight.expert * stride
@@ -169,6 +183,11 @@ class DeviceWeights:
     def close(self) -> None:
         """Give everything back."""
         self.hold(())
+
+
+def _counts(tensors: Iterable[TensorEntry]) -> dict[int, int]:
+    """How many experts each block has."""
+    return {t.block: t.experts for t in tensors if t.block is not None and t.experts}
 
 
 def _is_dense(tensor: TensorEntry) -> bool:

@@ -2,8 +2,8 @@
 
 Knows names of devices and indices of blocks. Knows no device, no memory and no message: what
 fits is decided elsewhere, and who goes there too. Printed one way everywhere:
-`0-8=cpu:0,9-17=cpu:1,head=cpu:0`, with `!` for pinned, `~` for streamed, and `%host` where the host
-computes the routed experts of a block that is elsewhere.
+`0-8=cpu:0,9-17=cpu:1,head=cpu:0`, with `!` for pinned, `~` for streamed, and behind these `%host`
+where the host computes the routed experts of a block, `%card` where they come to it one by one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Self
 
+from jitllm.devices.grammar import is_cpu
 from jitllm.errors import PlacementError
 
 HEAD = "head"
-PIN, STREAM, HOSTED = "!", "~", "%host"
+PIN, STREAM, HOSTED, CARDED = "!", "~", "%host", "%card"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Placement:
     """Blocks whose routed experts `host` computes, wherever the block is: for good."""
     host: str = ""
     """The device that does."""
+    carded: frozenset[int] = frozenset()
+    """Blocks whose routed experts come one by one to whichever GPU the block is on: for good."""
 
     @classmethod
     def all_on(cls, device: str, num_blocks: int) -> Self:
@@ -88,9 +91,14 @@ class Placement:
         """Indices of the blocks that a device owns."""
         return frozenset(i for i, owner in enumerate(self.blocks) if owner == device)
 
-    def is_hosted(self, index: int) -> bool:
-        """Whether a block is away from the host, and its routed experts are there."""
-        return index in self.hosted and self.owner(index) != self.host
+    def experts_mark(self, index: int) -> str:
+        """What a block has behind its device: where its routed experts are, if not with it. On the
+        host no block has any, and where there is no memory to bring experts to there is no
+        `%card`."""
+        owner = self.owner(index)
+        if index in self.hosted and owner != self.host:
+            return HOSTED
+        return CARDED if index in self.carded and not is_cpu(owner) else ""
 
     def owner(self, index: int) -> str:
         """The device of a block, or of the head, whose number comes after the last block."""
@@ -196,7 +204,7 @@ class Placement:
     def _entries(self) -> Iterator[str]:
         def where(i: int) -> str:
             marks = PIN * (i in self.pinned) + STREAM * (i in self.streamed)
-            return self.owner(i) + marks + HOSTED * self.is_hosted(i)
+            return self.owner(i) + marks + self.experts_mark(i)
 
         for place, run in groupby(range(self.num_blocks), where):
             yield f"{runs_text(run)}={place}"

@@ -1,10 +1,10 @@
 """The language of placements: `0-8=cpu:0,9-17=cpu:1!,head=host,*=cuda:0~%host`.
 
-    N | A-B | head | *   =   host | DEVICE   then ! (pinned) and ~ (streamed), then %host
+    N | A-B | head | *   =   host | DEVICE   then ! (pinned) and ~ (streamed), then %host or %card
 
 Ranges include their end; `*` is whatever no other entry names, the head too; `host` is the first
-CPU device. With %host it computes the routed experts of a block that is elsewhere. Knows text and
-names. Knows nothing of what a device has room for.
+CPU device. With %host it computes the routed experts of a block that is elsewhere; with %card they
+come to a GPU one by one. Knows text and names. Knows nothing of what a device has room for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import pairwise
 from jitllm.devices.grammar import device_name, is_cpu
 from jitllm.errors import PlacementError, UsageError, shown
 from jitllm.schedule.placement import (
+    CARDED,
     HEAD,
     HOSTED,
     PIN,
@@ -49,8 +50,8 @@ class MapEntry:
     """`host`, or the name of a device."""
     is_pinned: bool = False
     is_streamed: bool = False
-    is_hosted: bool = False
-    """Whether the host computes the routed experts."""
+    experts: str = ""
+    """`HOSTED`, `CARDED`, or nothing where routed experts are with their blocks."""
 
     @property
     def is_head(self) -> bool:
@@ -63,7 +64,7 @@ class MapEntry:
         return self.selector == REST
 
     def __str__(self) -> str:
-        marks = PIN * self.is_pinned + STREAM * self.is_streamed + HOSTED * self.is_hosted
+        marks = PIN * self.is_pinned + STREAM * self.is_streamed + self.experts
         return f"{self.selector}={self.where}{marks}"
 
 
@@ -86,8 +87,8 @@ class PlacementMap:
     ) -> tuple[Placement, tuple[Decline, ...]]:
         """The placement that this map makes of `base`, with its epoch, and what was left out.
 
-        What no entry names stays as it is in `base`, marks included. Where experts are computed
-        stays as it is in any case: what an entry says of it has to be so in `base` already. Raises
+        What no entry names stays as it is in `base`, marks included. Where experts are stays as it
+        is in any case: what an entry says of it has to be so in `base` already. Raises
         PlacementError for a device that is not in `devices`, for experts that are to be away from
         the host on the host, and if `strict` also for a block that there is not, and for what is
         not so of experts.
@@ -103,8 +104,8 @@ class PlacementMap:
                     raise PlacementError(f"{FLAG} {beyond}", "leave it out or -placement-strict")
                 declines.append(beyond)
             blocks = self._blocks(entry, num_blocks)
-            if entry.is_hosted:
-                declines += _check_hosted(entry, blocks, device, devices, base, strict=strict)
+            if entry.experts:
+                declines += _check_experts(entry, blocks, device, devices, base, strict=strict)
             takes_head = entry.is_head or (entry.is_rest and not self._names_head)
             for i in blocks:
                 owners[i] = device
@@ -121,9 +122,9 @@ class PlacementMap:
         )
         return made, tuple(declines)
 
-    def hosted(self, num_blocks: int) -> frozenset[int]:
-        """The blocks whose routed experts the host is to compute."""
-        entries = (entry for entry in self.entries if entry.is_hosted)
+    def with_experts(self, mark: str, num_blocks: int) -> frozenset[int]:
+        """The blocks with this mark: `HOSTED` or `CARDED`."""
+        entries = (entry for entry in self.entries if entry.experts == mark)
         return frozenset(block for entry in entries for block in self._blocks(entry, num_blocks))
 
     @property
@@ -188,7 +189,7 @@ def _entry(text: str) -> MapEntry:
         raise UsageError(
             f"{FLAG} {shown(text)} is no BLOCKS=DEVICE", "write entries like 0-8=cpu:0 or head=host"
         )
-    place, is_hosted = _experts(text, place)
+    place, experts = _experts(text, place)
     where = place.rstrip(PIN + STREAM)
     marks = place[len(where) :]
     if len(set(marks)) < len(marks):
@@ -201,10 +202,10 @@ def _entry(text: str) -> MapEntry:
         where=HOST if where.casefold() == HOST else _device(where.strip(), text),
         is_pinned=PIN in marks,
         is_streamed=STREAM in marks,
-        is_hosted=is_hosted,
+        experts=experts,
     )
     _refuse_stream(entry, text)
-    _refuse_hosted(entry, text)
+    _refuse_experts(entry, text)
     return entry
 
 
@@ -259,15 +260,15 @@ def _shown_range(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-def _experts(text: str, place: str) -> tuple[str, bool]:
-    """What stands before %, and whether the host is to compute experts."""
+def _experts(text: str, place: str) -> tuple[str, str]:
+    """What stands before %, and from there on."""
     where, percent, experts = place.partition("%")
-    if percent and percent + experts != HOSTED:
+    if percent and percent + experts not in (HOSTED, CARDED):
         raise UsageError(
             f"{FLAG} {shown(text)}: {shown(experts)} after % is no place of experts",
-            "write %host at the end, after ! and ~",
+            f"write {HOSTED} or {CARDED} at the end, after ! and ~",
         )
-    return where.rstrip(), bool(percent)
+    return where.rstrip(), percent + experts
 
 
 def _refuse_stream(entry: MapEntry, text: str) -> None:
@@ -280,11 +281,18 @@ def _refuse_stream(entry: MapEntry, text: str) -> None:
         )
 
 
-def _refuse_hosted(entry: MapEntry, text: str) -> None:
-    if entry.is_hosted and entry.is_head:
-        raise UsageError(f"{FLAG} {shown(text)}: the head has no experts", f"leave {HOSTED} out")
-    if entry.is_hosted and entry.where == HOST:
+def _refuse_experts(entry: MapEntry, text: str) -> None:
+    if entry.experts and entry.is_head:
+        raise UsageError(
+            f"{FLAG} {shown(text)}: the head has no experts", f"leave {entry.experts} out"
+        )
+    if entry.experts == HOSTED and entry.where == HOST:
         raise _on_host(shown(text))
+    if entry.experts == CARDED and (entry.where == HOST or is_cpu(entry.where)):
+        raise UsageError(
+            f"{FLAG} {shown(text)}: a CPU device has no memory to bring experts to",
+            f"leave {CARDED} out: they are paged as -maxmem allows, or name a GPU before it",
+        )
 
 
 def _on_host(what: str) -> UsageError:
@@ -294,7 +302,7 @@ def _on_host(what: str) -> UsageError:
     )
 
 
-def _check_hosted(
+def _check_experts(
     entry: MapEntry,
     blocks: Sequence[int],
     device: str,
@@ -305,18 +313,20 @@ def _check_hosted(
 ) -> list[Decline]:
     """What an entry says of experts and is not so. Raises instead where it cannot be, or `strict`
     is wanted."""
-    if device == attached(HOST, devices):
-        raise _on_host(str(entry))
-    if not (others := sorted(set(blocks) - base.hosted)):
+    what, marked = "come one by one", base.carded
+    if entry.experts == HOSTED:
+        what, marked = "the host computes", base.hosted
+        if device == attached(HOST, devices):
+            raise _on_host(str(entry))
+    if not (others := sorted(set(blocks) - marked)):
         return []
     have = "has" if len(others) == 1 else "have"
-    decline = Decline(
-        str(entry), f"{shown_blocks(others, False)} {have} no experts that the host computes"
-    )
+    reason = f"{shown_blocks(others, False)} {have} no experts that {what}"
+    decline = Decline(str(entry), reason)
     if strict:
         raise PlacementError(
             f"{FLAG} {decline}",
-            f"{HOSTED} is for blocks with experts, and said when a model is opened",
+            f"{entry.experts} is for blocks with experts, and said when a model is opened",
         )
     return [decline]
 

@@ -66,11 +66,12 @@ def placement_of(text: str, *, strict: bool = False) -> str:
 
 
 def mixture_of(text: str, *, strict: bool = False) -> str:
-    """The same where the host computes the experts of blocks 1 to 4, if they are elsewhere."""
-    base = replace(Placement.all_on("cpu:0", NUM_BLOCKS), hosted=frozenset({1, 2, 3, 4}))
-    base = replace(base, host="cpu:0")
+    """The same where the host computes the experts of blocks 1 to 4, if they are elsewhere, and
+    those of block 7 come to a GPU one by one."""
+    base = Placement.all_on("cpu:0", NUM_BLOCKS)
+    base = replace(base, hosted=frozenset({1, 2, 3, 4}), host="cpu:0", carded=frozenset({7}))
     placement, declines = parse_map(text).resolve(NUM_BLOCKS, ATTACHED, base, strict=strict)
-    assert (placement.hosted, placement.host) == (base.hosted, base.host)
+    assert (placement.hosted, placement.carded) == (base.hosted, base.carded)
     return " | ".join(map(str, (placement, *declines)))
 
 
@@ -146,10 +147,12 @@ STRINGS = [
     (
         mixture_of,
         "*=cuda:0%host",
-        "0=cuda:0,1-4=cuda:0%host,5-17=cuda:0,head=cuda:0"
+        "0=cuda:0,1-4=cuda:0%host,5-6=cuda:0,7=cuda:0%card,8-17=cuda:0,head=cuda:0"
         " | *=cuda:0%host: blocks 0,5-17 have no experts that the host computes",
     ),
     (mixture_of, "*=host", ALL_ON),
+    (mixture_of, "7=cpu:1", "0-6=cpu:0,7=cpu:1,8-17=cpu:0,head=cpu:0"),
+    (strict_mixture_of, "7=cuda:0~%card", "0-6=cpu:0,7=cuda:0~%card,8-17=cpu:0,head=cpu:0"),
     (blocks_of, "3:6", "3 4 5"),
     (blocks_of, "3-6", "3 4 5 6"),
     (blocks_of, "7", "7"),
@@ -333,19 +336,31 @@ REFUSED = [
         placement_of,
         "3=cuda:0%disk",
         "-placement '3=cuda:0%disk': 'disk' after % is no place of experts; "
-        "write %host at the end, after ! and ~",
+        "write %host or %card at the end, after ! and ~",
     ),
     (
         placement_of,
         "3=cuda:0%host!",
         "-placement '3=cuda:0%host!': 'host!' after % is no place of experts; "
-        "write %host at the end, after ! and ~",
+        "write %host or %card at the end, after ! and ~",
     ),
     (
         placement_of,
         "3=host!%host",
         "-placement '3=host!%host': on the host experts are there anyway; "
         "leave %host out, or name another device before it",
+    ),
+    (
+        placement_of,
+        "3=cpu:1%card",
+        "-placement '3=cpu:1%card': a CPU device has no memory to bring experts to; leave %card "
+        "out: they are paged as -maxmem allows, or name a GPU before it",
+    ),
+    (
+        strict_mixture_of,
+        "4=cuda:0%card",
+        "-placement 4=cuda:0%card: block 4 has no experts that come one by one; "
+        "%card is for blocks with experts, and said when a model is opened",
     ),
     (
         placement_of,

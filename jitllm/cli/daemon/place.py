@@ -106,7 +106,9 @@ def _runs(found: dict[str, Any]) -> str:
                 run["what"],
                 run["device"],
                 format_size(run["weight_bytes"]),
-                " ".join(mark for mark in ("pinned", "streamed", "hosted") if run[mark]),
+                " ".join(
+                    [*(mark for mark in ("pinned", "streamed") if run[mark]), run["experts"]]
+                ).rstrip(),
             )
             for run in found["runs"]
         ],
