@@ -206,7 +206,7 @@ REFUSED = [
     (
         devices_of,
         "gpu=0.5",
-        "-devices 'gpu=0.5': no memory is left to the device; write a size like 6G, or none",
+        "-devices 'gpu=0.5': size '0.5' is less than a byte; did you mean K, M, G or T?",
     ),
     (devices_of, "auto,cpu", "-devices has auto beside cpu:0; auto stands alone"),
     (devices_of, "cuda:0,all", "-devices has all beside cuda:0; all stands alone"),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import device
+from actors import seats
 from jitllm.compose import Loaded
 from jitllm.devices.runner import SeatMemory
 from jitllm.devices.vulkan.runner import VulkanRunner
@@ -127,7 +127,7 @@ async def test_many_replies_that_outgrow_it_together(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, relocate: str
 ) -> None:
     """They are promised little, and become long. Where no block goes home, some of them wait."""
-    for module in (sequence, device):
+    for module in (sequence, seats):
         monkeypatch.setattr(module, "MIN_PROMISED_TOKENS", 16)
     model = tiny_model("llama")
     expected = await on_the_host(model, MANY)
@@ -294,7 +294,7 @@ class GpuSoak(Soak):
 async def test_blocks_go_and_come_while_much_else_happens(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (sequence, device):
+    for module in (sequence, seats):
         monkeypatch.setattr(module, "MIN_PROMISED_TOKENS", 16)
     model = tiny_model("llama")
     expected = await on_the_host(model, SOAKED)
