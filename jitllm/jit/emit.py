@@ -383,9 +383,17 @@ class Kernel:
         """A scalar or vector at an absolute address."""
         return Value(self, self.b.load(self._pointer(address), align=align, typ=kind))
 
-    def store(self, value: Value, address: Value, *, align: int = 1) -> None:
-        """Write a scalar or vector."""
-        self.b.store(value.ir, self._pointer(address), align=align)
+    def store(
+        self, value: Value, address: Value, *, align: int = 1, is_far: bool = False
+    ) -> None:
+        """Write a scalar or vector.
+
+        is_far: past the caches, which a whole aligned cache line of nobody's near future may be.
+        Other threads see it after the next atomic change of ours.
+        """
+        write = self.b.store(value.ir, self._pointer(address), align=align)
+        if is_far:
+            write.set_metadata("nontemporal", self.b.module.add_metadata([ir.Constant(i32, 1)]))
 
     def prefetch(self, address: Value, *, is_read_once: bool = False) -> None:
         """Have the cache line of an address fetched. Any address will do: it is only a hint.

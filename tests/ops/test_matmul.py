@@ -127,6 +127,8 @@ CASES = [
     *(Case(f, 19, 45, 4) for f in FormatCode if not FORMATS[f].is_quantized),
     Case(FormatCode.Q4_K, 48, 2048, 9, bias=True, add="residual"),
     *(Case(f, 37, 256, 3, True, "dst", scale=0.22) for f in (FormatCode.F32, FormatCode.Q8_0)),
+    # So large that it is written past the caches.
+    *(Case(f, 32_021, 32, 67, True, "dst") for f in (FormatCode.F32, FormatCode.Q8_0)),
 ]
 
 

@@ -47,6 +47,10 @@ GROUPS, ROWS, TILES, COUNT_WORD, SCALE = range(7, 12)
 of a row, weight rows, tiles, the word of the step context that counts the activation rows, and the
 bits of the scale."""
 
+FAR_BYTES = 8 << 20
+"""From this size on results are written past the caches: they are out of them again before anybody
+reads them, and a line of theirs would be read from memory only to be written over."""
+
 Step = Callable[[Value, Sequence[Value], Sequence[Var]], None]
 """Emits one group: (address of its weights, addresses of its activations, accumulators)."""
 
@@ -80,6 +84,8 @@ def emit(k: Kernel, *, format: str) -> None:
     product = Product(k, fmt, k.arg(GROUPS), SRC_STRIDE)
     tiles = k.arg(TILES)
     num_rows = k.load(k.params[0] + k.arg(COUNT_WORD) * 8, i64)
+    is_aligned = ((k.arg(DST) | k.arg(DST_STRIDE)) & (WORD_ROW_BYTES - 1)).eq(0)
+    is_far = is_aligned & (num_rows * k.arg(DST_STRIDE) >= FAR_BYTES)
     with k.items() as item:
         panel, tile = item.udiv(tiles), item.urem(tiles)
         start = panel * PANEL_TOKENS
@@ -89,7 +95,7 @@ def emit(k: Kernel, *, format: str) -> None:
             start,
             stop,
             lambda row: k.arg(SRC) + row * k.arg(SRC_STRIDE),
-            lambda row, size: _finish(k, tile, row, size, product.sums),
+            lambda row, size: _finish(k, tile, row, size, product.sums, is_far),
         )
     product.finish()
 
@@ -299,26 +305,34 @@ def _floats(k: Kernel, fmt: Format) -> Step:
     return step
 
 
-def _finish(k: Kernel, tile: Value, row: Value, size: Value, sums: Value) -> None:
+def _finish(
+    k: Kernel, tile: Value, row: Value, size: Value, sums: Value, is_far: Value
+) -> None:
     """(sums + bias) * scale + add, to dst; only the weight rows that exist are read and written."""
     bias, add, dst, stride = (k.arg(word) for word in (BIAS, ADD, DST, DST_STRIDE))
     scale = k.arg(SCALE).trunc(i32).as_f32()
     column = tile * WORD_ROW_BYTES
     lanes = k.arg(ROWS) - tile * TILE_ROWS
 
-    def write(sum_at: Value, at: Value, bias_at: Value, kind: Any) -> None:
+    def result(sum_at: Value, at: Value, bias_at: Value, kind: Any) -> Value:
         y = k.var(k.load(sum_at, kind))
         with k.if_(bias.ne(0)):
             y.set(y.get() + k.load(bias + bias_at, kind))
         y.set(y.get() * scale)
         with k.if_(add.ne(0)):
             y.set(y.get() + k.load(add + at, kind))
-        k.store(y.get(), dst + at)
+        return y.get()
 
     with k.loop(0, size) as r:
         sum_at, at = sums + r * WORD_ROW_BYTES, (row + r) * stride + column
         with k.if_else(lanes >= TILE_ROWS) as (whole, ragged):
             with whole:
-                write(sum_at, at, column, f32v)
+                y = result(sum_at, at, column, f32v)
+                with k.if_else(is_far) as (far, near):
+                    with far:
+                        k.store(y, dst + at, align=WORD_ROW_BYTES, is_far=True)
+                    with near:
+                        k.store(y, dst + at)
             with ragged, k.loop(0, lanes) as lane:
-                write(sum_at + lane * 4, at + lane * 4, column + lane * 4, f32)
+                y = result(sum_at + lane * 4, at + lane * 4, column + lane * 4, f32)
+                k.store(y, dst + at + lane * 4)
