@@ -383,9 +383,7 @@ class Kernel:
         """A scalar or vector at an absolute address."""
         return Value(self, self.b.load(self._pointer(address), align=align, typ=kind))
 
-    def store(
-        self, value: Value, address: Value, *, align: int = 1, is_far: bool = False
-    ) -> None:
+    def store(self, value: Value, address: Value, *, align: int = 1, is_far: bool = False) -> None:
         """Write a scalar or vector.
 
         is_far: past the caches, which a whole aligned cache line of nobody's near future may be.

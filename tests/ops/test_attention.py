@@ -31,6 +31,7 @@ CASES = [
     Case(heads=2, kv_heads=1, k_dim=17, v_dim=23, window=7, element="f32", page_tokens=2),
     Case(heads=1, kv_heads=1, k_dim=32, v_dim=47, page_tokens=32),
     Case(heads=10, kv_heads=2, k_dim=48, v_dim=112, window=100, lengths=(201,)),
+    Case(heads=6, k_dim=32, v_dim=32, lengths=(1, 2, 1, 1, 70, 1, 3, 1, 1)),
     Case(element="q8_0"),
     Case(heads=4, k_dim=256, v_dim=256, window=20, element="q8_0", lengths=(90, 1, 3)),
     Case(heads=14, kv_heads=2, k_dim=64, v_dim=32, element="q8_0", page_tokens=1, lengths=(67, 2)),

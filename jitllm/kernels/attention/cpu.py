@@ -1,7 +1,8 @@
 """Paged attention on the CPU.
 
 An item is one token and `item_heads` query heads of one KV head. Where four neighbouring tokens
-belong to one sequence, the item of the first computes all four and the others do nothing. Either
+belong to one sequence, the item of the first computes all four and the others do nothing; where
+there are many tokens, so does the first of those of a KV head with all of its query heads. Either
 way it is a list of *rows* (a token and a head) that share every load of keys and values; a row's
 arithmetic depends on nothing but its own query and its own visible keys.
 
@@ -116,9 +117,21 @@ class Shape:
         return self.kv_element == "q8_0"
 
     @property
+    def items_per_kv_head(self) -> int:
+        """Items that share a token's KV head, unless one of them computes for all."""
+        return self.heads // self.kv_heads // self.item_heads
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """How many query heads an item may have."""
+        group = self.heads // self.kv_heads
+        is_one = group == self.item_heads or group > MAX_ITEM_HEADS
+        return (self.item_heads,) if is_one else (self.item_heads, group)
+
+    @property
     def max_rows(self) -> int:
         """Rows of the largest item."""
-        return ITEM_TOKENS * self.item_heads
+        return ITEM_TOKENS * max(self.head_counts)
 
 
 def emit(k: Kernel, **params: Any) -> None:
@@ -128,9 +141,24 @@ def emit(k: Kernel, **params: Any) -> None:
     groups = shape.heads // shape.item_heads
     with k.items() as item:
         token, group = item.udiv(groups), item.urem(groups)
+        num_heads = _num_heads(k, shape, group)
         num_tokens = _num_tokens(k, token, groups)
-        with k.if_(num_tokens > 0):
-            body.item(token, num_tokens, group)
+        with k.if_((num_tokens > 0) & (num_heads > 0)):
+            body.item(token, num_tokens, group * shape.item_heads, num_heads)
+
+
+def _num_heads(k: Kernel, shape: Shape, group: Value) -> Value:
+    """Query heads that an item computes: its own, all of its KV head, or 0 where another one does.
+
+    All are taken together where that leaves an item for every thread, of as many tokens as may be.
+    """
+    own, *all_of_them = shape.head_counts
+    if not all_of_them:
+        return k.const(own)
+    is_enough = k.ctx(Ctx.NUM_TOKENS) * shape.kv_heads >= k.ctx(Ctx.NUM_THREADS) * ITEM_TOKENS
+    is_first = group.urem(shape.items_per_kv_head).eq(0)
+    together = k.select(is_first, k.const(all_of_them[0]), k.const(0))
+    return k.select(is_enough, together, k.const(own))
 
 
 def _num_tokens(k: Kernel, token: Value, groups: int) -> Value:
@@ -177,29 +205,30 @@ class _Body:
             table_row=3,
         )
 
-    def item(self, token: Value, num_tokens: Value, group: Value) -> None:
-        """Attend for `num_tokens` tokens of one sequence and one group of heads."""
+    def item(self, token: Value, num_tokens: Value, head: Value, num_heads: Value) -> None:
+        """Attend for `num_tokens` tokens of one sequence and `num_heads` heads of a KV head."""
         k = self.k
         row_of = k.load(k.ctx(Ctx.ROW_OF) + token * 4, i32).zext(i64)
         at = k.ctx(Ctx.RANGES) + row_of * 16
         keys = k.load(at, i64), k.load(at + 8, i64)
         with k.if_(keys[0] < keys[1]):
             table = k.load(k.ctx(Ctx.TABLES) + row_of * 8, i64) + k.arg(2)
-            self.attend(token, num_tokens, group, table, keys)
+            self.attend(token, num_tokens, head, num_heads, table, keys)
 
     def attend(
         self,
         token: Value,
         num_tokens: Value,
-        group: Value,
+        head: Value,
+        num_heads: Value,
         table: Value,
         keys: tuple[Value, Value],
     ) -> None:
         """An item whose launch has some of its sequence's keys."""
         k, shape = self.k, self.shape
-        start, stop = self.begin(token, num_tokens, group, keys)
-        kv_head = group.udiv(shape.heads // shape.kv_heads // shape.item_heads)
-        rows = num_tokens * shape.item_heads
+        start, stop = self.begin(token, num_tokens, head, num_heads, keys)
+        kv_head = head.udiv(shape.heads // shape.kv_heads)
+        rows = num_tokens * num_heads
 
         with k.loop(start & -CHUNK_KEYS, stop, CHUNK_KEYS) as base:
             chunk = self.chunks.chunk(table, kv_head, base, start, stop)
@@ -211,7 +240,12 @@ class _Body:
             self.finish(row)
 
     def begin(
-        self, token: Value, num_tokens: Value, group: Value, keys: tuple[Value, Value]
+        self,
+        token: Value,
+        num_tokens: Value,
+        head: Value,
+        num_heads: Value,
+        keys: tuple[Value, Value],
     ) -> tuple[Value, Value]:
         """Set up the rows; returns the keys that any of them sees in this launch."""
         k, shape = self.k, self.shape
@@ -228,11 +262,11 @@ class _Body:
             query = k.arg(0) + (token + t) * shape.q_stride
             output = k.arg(1) + (token + t) * shape.dst_stride
             carry = k.arg(5) + (token + t) * shape.carry_stride
-            with k.loop(0, shape.item_heads) as h:
-                row, head = t * shape.item_heads + h, group * shape.item_heads + h
-                k.store(query + head * (shape.k_dim * 4), self.queries + row * 8)
-                k.store(output + head * (shape.v_dim * 4), self.outputs + row * 8)
-                k.store(carry + head * 8, self.carries + row * 8)
+            with k.loop(0, num_heads) as h:
+                row, of_head = t * num_heads + h, head + h
+                k.store(query + of_head * (shape.k_dim * 4), self.queries + row * 8)
+                k.store(output + of_head * (shape.v_dim * 4), self.outputs + row * 8)
+                k.store(carry + of_head * 8, self.carries + row * 8)
                 k.store(start, self.starts + row * 8)
                 k.store(stop, self.stops + row * 8)
                 k.store(ends.zext(i64), self.ends + row * 8)
@@ -258,12 +292,12 @@ class _Body:
     def tiles(self, rows: Value, work: Callable[[Value, int], None]) -> None:
         """`work(first row, number of rows)` over all rows: full tiles, then the rest, which is
         that of one token's heads since ITEM_TOKENS is a multiple of `side`."""
-        k, rest = self.k, self.shape.item_heads % self.side
+        k = self.k
         full = rows & -self.side
         with k.loop(0, full, self.side) as row:
             work(row, self.side)
-        if rest:
-            with k.if_(full < rows):
+        for rest in sorted({count % self.side for count in self.shape.head_counts} - {0}):
+            with k.if_((rows - full).eq(rest)):
                 work(full, rest)
 
     def score(self, row: Value, count: int, chunk: Chunk) -> None:

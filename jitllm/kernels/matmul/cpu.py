@@ -305,9 +305,7 @@ def _floats(k: Kernel, fmt: Format) -> Step:
     return step
 
 
-def _finish(
-    k: Kernel, tile: Value, row: Value, size: Value, sums: Value, is_far: Value
-) -> None:
+def _finish(k: Kernel, tile: Value, row: Value, size: Value, sums: Value, is_far: Value) -> None:
     """(sums + bias) * scale + add, to dst; only the weight rows that exist are read and written."""
     bias, add, dst, stride = (k.arg(word) for word in (BIAS, ADD, DST, DST_STRIDE))
     scale = k.arg(SCALE).trunc(i32).as_f32()
