@@ -247,7 +247,7 @@ class PrefixCache:
         digests = self._trail(sequence).digests[: most // GRANULE_TOKENS]
         stretches = self._catalogue.find(digests, num_cached)
         stop = max(num_cached, stretches[-1].stop if stretches else 0)
-        if end is not None and sequence.num_tokens - stop < GRANULE_TOKENS:
+        if end is not None and end.start <= stop and sequence.num_tokens - stop < GRANULE_TOKENS:
             if stop < sequence.num_tokens:
                 stretches.append(Stretch(end, stop, sequence.num_tokens))
             stop = sequence.num_tokens

@@ -161,6 +161,25 @@ async def test_other_requests_of_every_kind_give_what_they_give_alone(
     assert totals.whole >= 5
 
 
+async def test_nothing_is_skipped_between_memory_and_the_end_of_a_prompt(
+    model: Path, tmp_path: Path
+) -> None:
+    """Pages smaller than what files share end in the middle of it."""
+    short, middle, long = (Request(TEXT[:count], max_tokens=4) for count in (96, 93, 100))
+    [expected] = await alone(model, [long])
+    async with caching(model, tmp_path) as loaded:
+        await reply(loaded.engine, short)
+        await written(loaded.engine)
+        await reply(loaded.engine, long)
+    gone = [path for path in files_of(tmp_path) if "-0-" in path.name]
+    for path in gone:
+        path.unlink()
+    assert [path for path in files_of(tmp_path) if path.name.endswith("-96-end.kv")]
+    async with caching(model, tmp_path, page_size_tokens=4) as loaded:
+        await reply(loaded.engine, replace(middle, max_tokens=1))
+        assert (await reply(loaded.engine, long)).bits == expected.bits
+
+
 async def test_namespaces_have_nothing_in_common(model: Path, tmp_path: Path) -> None:
     """Neither on disk nor in memory: who is served sooner would know what others asked."""
     request = Request(TEXT[:64], max_tokens=3)
