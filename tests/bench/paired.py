@@ -52,13 +52,15 @@ class Ratio:
 def compare(a: Sample, b: Sample, pairs: int) -> list[Ratio]:
     """Measure `a` against `b` in `pairs` pairs of alternating order, after a control of `a`.
 
-    The first run of each is thrown away.
+    The first run of each is thrown away, and so is what only one of them tells.
     """
     with _alone():
         a(), b()
         control = _pairs(a, a, max(pairs // 3, 2))
         taken = _pairs(a, b, pairs)
-    return [_ratio(name, taken, control) for name in sorted(taken[0][0])]
+    return [
+        _ratio(name, taken, control) for name in sorted(taken[0][0].keys() & taken[0][1].keys())
+    ]
 
 
 def _pairs(a: Sample, b: Sample, count: int) -> list[tuple[dict[str, float], dict[str, float]]]:
@@ -103,10 +105,12 @@ def _alone() -> Iterator[None]:
 def jitllm_speed(
     command: list[str], prompt: int, decode: int, depth: int = 0, times: int = 1
 ) -> dict[str, float]:
-    """`jitllm speed`: medians of its samples, of what was asked for."""
+    """`jitllm speed`: medians of its samples, of what was asked for; and GB/s of its read loop."""
     flags = ["-p", str(prompt), "-n", str(decode), "-depth", str(depth), "-r", str(times), "-json"]
     found = json.loads(_output([*command, *flags]))
     rates = {"prefill": found["prefill_tok_s"], "decode": found["decode_tok_s"]}
+    if decode:
+        rates["plain read"] = found["read_gb_s"]
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 

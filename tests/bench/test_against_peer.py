@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("prompt", "decode", "depth", "times"),
-    [(512, 128, 0, 1), (48, 0, 0, 9), (0, 128, 4096, 1)],
+    [(512, 128, 0, 1), (48, 0, 0, 9), (0, 128, 4096, 3)],
     ids=str,
 )
 def test_a_model_against_the_peer(
