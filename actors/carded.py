@@ -15,6 +15,7 @@ from actors.copied_weights import CopiedWeights
 from actors.messages.pager import Unreadable
 from actors.mixtures import Work
 from jitllm.devices.vulkan.mixtures import VulkanMixture
+from jitllm.memory.use import Phase
 
 
 class CardedExperts:
@@ -24,13 +25,14 @@ class CardedExperts:
         self._program = program
         self._weights = weights
 
-    async def ask(self, compute: Executor, block: int, beside: Work | None) -> None:
+    async def ask(self, compute: Executor, block: int, phase: Phase, beside: Work | None) -> None:
         """See `Experts`."""
         loop = asyncio.get_running_loop()
         left: Sequence[int] = await loop.run_in_executor(compute, self._program.needed)
         while left:
             found = self._weights.experts.admit(block, left)
-            coming = asyncio.create_task(self._bring(block, found.reads), name=f"experts {block}")
+            bring = self._bring(block, found.reads, phase)
+            coming = asyncio.create_task(bring, name=f"experts {block}")
             try:
                 if beside is not None:
                     await loop.run_in_executor(compute, beside)
@@ -51,12 +53,12 @@ class CardedExperts:
                 self._weights.experts.residency.release(block, held)
             left = found.left
 
-    async def _bring(self, block: int, experts: tuple[int, ...]) -> None:
+    async def _bring(self, block: int, experts: tuple[int, ...], phase: Phase) -> None:
         """Have them in their frames; none that could not be brought holds one any more."""
         experts_here, left = self._weights.experts, experts
         try:
             while left:
-                lease = await self._weights.acquire_experts(block, left)
+                lease = await self._weights.acquire_experts(block, left, phase)
                 if isinstance(lease, Unreadable):
                     lease.error.rows = self._program.rows_of(lease.expert)
                     raise lease.error

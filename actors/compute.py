@@ -90,6 +90,7 @@ class Compute:
             try:
                 await self._run_blocks(
                     rows,
+                    phase,
                     start,
                     stop,
                     embeds=is_first and message.hidden is None,
@@ -114,15 +115,15 @@ class Compute:
         return await self._expert_host.answer(self._thread, message)
 
     async def _run_blocks(
-        self, rows: Sequence[tuple[int, int]], start: int, stop: int, **parts: bool
+        self, rows: Sequence[tuple[int, int]], phase: Phase, start: int, stop: int, **parts: bool
     ) -> None:
         """Blocks [start, stop) of a step that was described; see `Runner.run`.
 
-        rows: sequences, and the first position of each that is computed.
+        rows: sequences, and the first position of each that is computed. phase: of the step.
         """
         if self._mixtures is not None:
             passes_of = partial(self.overflow.passes, rows)
-            await self._mixtures.run(self._thread, start, stop, passes_of, **parts)
+            await self._mixtures.run(self._thread, start, stop, passes_of, phase, **parts)
             return
         work = partial(self._run_together, rows, start, stop, **parts)
         await asyncio.get_running_loop().run_in_executor(self._thread, work)

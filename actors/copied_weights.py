@@ -335,10 +335,10 @@ class CopiedWeights:
         await self._runner.load(self.experts.span(block, expert), address, Throttle().pieces)
 
     async def acquire_experts(
-        self, block: int, experts: tuple[int, ...]
+        self, block: int, experts: tuple[int, ...], phase: Phase
     ) -> ExpertLease | Unreadable:
         """A lease of some of these experts in the host's memory."""
-        return await self._pager.ask(AcquireExperts(block, experts, self._name))
+        return await self._pager.ask(AcquireExperts(block, experts, self._name, phase))
 
     async def release_experts(self, lease: ExpertLease) -> None:
         """They are copied."""

@@ -20,6 +20,7 @@ from actors.outbox import Outbox
 from jitllm.devices.mixtures import Crossing, rows_bytes
 from jitllm.devices.runner import Runner
 from jitllm.kernels.op import Buffer
+from jitllm.memory.use import Phase
 
 Copy = Callable[[Buffer, int, int], None]
 """Copies so many rows of a buffer to an address, or from there."""
@@ -44,7 +45,7 @@ class HostedExperts:
         self._host = host
         self._crossings = crossings
 
-    async def ask(self, compute: Executor, block: int, beside: Work | None) -> None:
+    async def ask(self, compute: Executor, block: int, phase: Phase, beside: Work | None) -> None:
         """See `Experts`."""
         loop, crossing = asyncio.get_running_loop(), self._crossings[block]
         step, inline = self._runner.step, self._host.is_far
@@ -53,7 +54,7 @@ class HostedExperts:
         hand = partial(_each, self._runner.hand, crossing.takes, num_tokens)
         await loop.run_in_executor(compute, hand, self._outbox.step_address)
         data = self._outbox.of_step(rows_bytes(crossing.takes, num_tokens), inline=inline)
-        coming = self._host.device.ask(AskExperts(block, row_of, data, inline))
+        coming = self._host.device.ask(AskExperts(block, row_of, phase, data, inline))
         said: Carried
         if beside is not None:
             said, _ = await asyncio.gather(coming, loop.run_in_executor(compute, beside))
@@ -87,7 +88,7 @@ class ExpertHost:
         step.set_counts(num_tokens, 0)
         with self._outbox.readable(message.data) as address:
             _each(self._runner.take, crossing.takes, num_tokens, address)
-        await self._experts.ask(compute, message.block, None)
+        await self._experts.ask(compute, message.block, message.phase, None)
         _each(self._runner.hand, crossing.gives, num_tokens, self._outbox.step_address)
         num_bytes = rows_bytes(crossing.gives, num_tokens)
         return self._outbox.of_step(num_bytes, inline=message.inline)

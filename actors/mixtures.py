@@ -18,6 +18,7 @@ from actors.supply import LeasedWeights
 from jitllm.devices.host import Pass
 from jitllm.devices.mixtures import MixtureProgram, Stretch, Stretches
 from jitllm.devices.runner import Runner
+from jitllm.memory.use import Phase
 
 PassesOf = Callable[[range], Generator[Pass, None, None]]
 Work = Callable[[], None]
@@ -26,11 +27,12 @@ Work = Callable[[], None]
 class Experts(Protocol):
     """Who computes the products with experts."""
 
-    async def ask(self, compute: Executor, block: int, beside: Work | None) -> None:
+    async def ask(self, compute: Executor, block: int, phase: Phase, beside: Work | None) -> None:
         """Have what the chosen experts of a block say, of the step that is in the runner.
 
-        compute: the thread that nothing else is done in. beside: to be done there meanwhile. Raises
-        `PageError`, with the rows of the step that need it, for an expert that cannot be read.
+        compute: the thread that nothing else is done in. phase: of the step. beside: to be done in
+        that thread meanwhile. Raises `PageError`, with the rows of the step that need it, for an
+        expert that cannot be read.
         """
         ...
 
@@ -51,12 +53,14 @@ class Mixtures:
         start: int,
         stop: int,
         passes_of: PassesOf,
+        phase: Phase,
         *,
         embeds: bool,
         begins: bool,
         ends: bool,
     ) -> None:
-        """`Runner.run` in `compute`. passes_of: of the attention of some blocks.
+        """`Runner.run` in `compute`, of a step in some phase. passes_of: of the attention of some
+        blocks.
 
         Raises what `Experts.ask` raises.
         """
@@ -66,7 +70,7 @@ class Mixtures:
             await loop.run_in_executor(compute, self._run, stretch, passes_of)
             if stretch.block is not None:
                 beside = partial(self._run_beside, stretch) if stretch.beside else None
-                await self._experts[stretch.block].ask(compute, stretch.block, beside)
+                await self._experts[stretch.block].ask(compute, stretch.block, phase, beside)
 
     def _run(self, stretch: Stretch, passes_of: PassesOf) -> None:
         with closing(passes_of(stretch.begun)) as passes:
@@ -85,11 +89,11 @@ class PagedExperts:
         self._program = program
         self._weights = weights
 
-    async def ask(self, compute: Executor, block: int, beside: Work | None) -> None:
+    async def ask(self, compute: Executor, block: int, phase: Phase, beside: Work | None) -> None:
         """See `Experts`."""
         loop = asyncio.get_running_loop()
         left = self._program.needed()
-        coming = self._weights.acquire_experts(block, left)
+        coming = self._weights.acquire_experts(block, left, phase)
         if beside is not None:
             found, _ = await asyncio.gather(coming, loop.run_in_executor(compute, beside))
         else:
@@ -106,4 +110,4 @@ class PagedExperts:
             left = tuple(expert for expert in left if expert not in found.experts)
             if not left:
                 return
-            found = await self._weights.acquire_experts(block, left)
+            found = await self._weights.acquire_experts(block, left, phase)

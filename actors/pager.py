@@ -185,6 +185,7 @@ class Pager(Actor):
                 return self._acquire(message)
             case AcquireExperts():
                 self._check_experts_placed(message.block)
+                self._use.phase = message.phase or self._use.phase
                 return self._experts.acquire(message)
             case Release():
                 self._release(message.lease)
@@ -471,6 +472,7 @@ class Pager(Actor):
         frames, experts = self._frames, self._experts
         if not experts.largest_bytes:
             frames.reserve(EXPERTS, 0)
+            experts.resize(0)
             return
         others = frames.fixed_bytes - frames.reservations.get(EXPERTS, 0)
         room_bytes = expert_room(

@@ -132,10 +132,10 @@ class LeasedWeights:
             await self._pager.tell(Release(lease))
 
     async def acquire_experts(
-        self, block: int, experts: tuple[int, ...]
+        self, block: int, experts: tuple[int, ...], phase: Phase
     ) -> ExpertLease | Unreadable:
         """A lease of some of these experts, where they come one by one."""
-        return await self._pager.ask(AcquireExperts(block, experts, self._name))
+        return await self._pager.ask(AcquireExperts(block, experts, self._name, phase))
 
     async def release_experts(self, lease: ExpertLease) -> None:
         """They are computed with."""

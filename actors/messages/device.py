@@ -10,6 +10,7 @@ from actors.messages.pager import Frame
 from actors.parts import Parts
 from jitllm.devices.memory import Handle
 from jitllm.engine import KvSpill, Logits, Sampling
+from jitllm.memory.use import Phase
 from jitllm.schedule.step import Span, SpanResult
 
 
@@ -277,6 +278,8 @@ class AskExperts(Message[Carried]):
     block: int
     row_of: tuple[int, ...]
     """The row of the step that each token is of."""
+    phase: Phase
+    """Of the step."""
     data: Carried
     """Rows of what `Crossing.takes` names."""
     inline: bool = False

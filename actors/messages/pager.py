@@ -168,6 +168,8 @@ class AcquireExperts(Message[ExpertLease | Unreadable]):
     experts: tuple[int, ...]
     device: str = ""
     """Who holds the lease; there is one that asks."""
+    phase: Phase | None = None
+    """Of the step that needs them; None where it is that of the last `Acquire`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ async def test_experts_on_the_host_change_no_bit(
         found = await replies(loaded.engine, requests)
         placement = (await loaded.engine.stats()).placement
         there, here = use_of(loaded, "cpu:0"), use_of(loaded, "cpu:1")
+        phases = (await loaded.engine.stats()).pages.phases
+    assert phases["prompt"].bytes_read + phases["decode"].bytes_read >= there.bytes_read
     assert [one.bits for one in found] == [one.bits for one in expected]
     assert placement.hosted == expert_blocks(loaded.graph.blocks)
     assert str(placement).count("=cpu:1%host") == 1

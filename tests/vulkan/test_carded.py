@@ -173,6 +173,9 @@ async def test_with_room_each_expert_comes_once(tiny_model: TinyModel) -> None:
         assert experts is not None
         assert experts.reads == residency.num_reads
         assert experts.hits == residency.num_hits
+        assert experts.held_bytes <= experts.room_bytes <= experts.all_bytes
+        phases = (await loaded.engine.stats()).pages.phases
+        assert phases["prompt"].bytes_read + phases["decode"].bytes_read == experts.bytes_read
 
 
 async def test_keys_and_values_come_before_experts(
