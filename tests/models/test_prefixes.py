@@ -7,7 +7,7 @@ import errno
 import os
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -403,21 +403,23 @@ def drawn(dice: random.Random) -> Request:
 
 
 def damage(folder: Path, dice: random.Random) -> None:
-    """Something happens to a file."""
+    """Something happens to a file, unless the engine has just deleted it."""
     if not (files := files_of(folder)):
         return
-    path = dice.choice(files)
-    data = bytearray(path.read_bytes())
-    match dice.randrange(4):
-        case 0:
-            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-            path.write_bytes(data)
-        case 1:
-            os.truncate(path, dice.randrange(len(data)))
-        case 2:
-            os.replace(dice.choice(files), path)
-        case 3:
-            path.unlink()
+    path, other, what = dice.choice(files), dice.choice(files), dice.randrange(4)
+    at, bit = dice.random(), 1 << dice.randrange(8)
+    with suppress(FileNotFoundError):
+        data = bytearray(path.read_bytes())
+        match what:
+            case 0:
+                data[int(at * len(data))] ^= bit
+                path.write_bytes(data)
+            case 1:
+                os.truncate(path, int(at * len(data)))
+            case 2:
+                os.replace(other, path)
+            case 3:
+                path.unlink()
 
 
 async def test_random_prompts_on_random_engines_with_random_damage(
