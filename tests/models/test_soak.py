@@ -250,14 +250,20 @@ async def test_a_prefix_cache_that_is_full_all_the_time_changes_nothing_of_that(
 
 
 @pytest.mark.timeout(SOAK_S * 4 + 120)
+@pytest.mark.parametrize("placement", [None, "0-1=cpu:1%host,*=cpu:0"])
 async def test_experts_that_come_one_by_one_change_nothing_of_that(
-    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    placement: str | None,
 ) -> None:
+    """Nor do those that the host computes, of blocks that come and go."""
     monkeypatch.setenv("JITLLM_POISON", "1")
     path = tiny_model("qwen3moe", "q8_0")
     expected = await in_peace(path)
     before = Holdings.now()
-    async with opened(path, kv_cache=str(tmp_path), experts="apart", **CHOICES) as loaded:
+    choices = {"kv_cache": str(tmp_path), "experts": "apart", "placement": placement, **CHOICES}
+    async with opened(path, **choices) as loaded:
         await soaked(loaded.engine, expected)
         experts = (await loaded.engine.stats()).pages.experts
         assert experts is not None

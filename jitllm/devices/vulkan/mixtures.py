@@ -44,6 +44,7 @@ class VulkanMixture:
         }
         self._words = memoryview(bytearray(HEAD_BYTES))
         self._chosen = Chosen(self._words.cast("i"), self._used)
+        self._is_cut = False
 
     def needed(self) -> tuple[int, ...]:
         """The experts that were chosen in the block that was computed last, each of them once."""
@@ -51,6 +52,7 @@ class VulkanMixture:
         self._words = memoryview(bytearray(num_tokens * self._table.stride_bytes))
         self._program.read(self._table, self._words)
         self._chosen = Chosen(self._words.cast("i"), self._used)
+        self._is_cut = False
         return self._chosen.experts
 
     def ask(self, block: int, experts: Sequence[int]) -> None:
@@ -60,8 +62,10 @@ class VulkanMixture:
             for expert in experts:
                 entries[expert] = self._address(weight.of_expert(expert))
             self._program.const(Const(f"{weight.role}.{weight.block}", entries.tobytes()))
-        self._chosen.keep(experts)
-        self._program.write(self._table, self._words)
+        if self._is_cut or len(experts) < len(self._chosen.experts):  # else it is as it should be
+            self._is_cut = True
+            self._chosen.keep(experts)
+            self._program.write(self._table, self._words)
         section = self._program.blocks[block].stop - 2
         self._runner.run_sections(range(section, section + 1), begins=False, ends=False)
 
