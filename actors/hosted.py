@@ -15,7 +15,7 @@ from functools import partial
 
 from actors.actor import Ref
 from actors.messages.device import AskExperts, Carried
-from actors.mixtures import PagedExperts, Work
+from actors.mixtures import PagedExperts, Work, meanwhile
 from actors.outbox import Outbox
 from jitllm.devices.mixtures import Crossing, rows_bytes
 from jitllm.devices.runner import Runner
@@ -54,12 +54,8 @@ class HostedExperts:
         hand = partial(_each, self._runner.hand, crossing.takes, num_tokens)
         await loop.run_in_executor(compute, hand, self._outbox.step_address)
         data = self._outbox.of_step(rows_bytes(crossing.takes, num_tokens), inline=inline)
-        coming = self._host.device.ask(AskExperts(block, row_of, phase, data, inline))
-        said: Carried
-        if beside is not None:
-            said, _ = await asyncio.gather(coming, loop.run_in_executor(compute, beside))
-        else:
-            said = await coming
+        asked = self._host.device.ask(AskExperts(block, row_of, phase, data, inline))
+        said: Carried = await meanwhile(asked, compute, beside)
         with self._outbox.readable(said) as address:
             take = partial(_each, self._runner.take, crossing.gives, num_tokens)
             await loop.run_in_executor(compute, take, address)

@@ -7,11 +7,11 @@ experts: this device, as they come one by one, or the host (`actors.hosted`). Kn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Executor
 from contextlib import closing
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from actors.messages.pager import Unreadable
 from actors.supply import LeasedWeights
@@ -22,6 +22,8 @@ from jitllm.memory.use import Phase
 
 PassesOf = Callable[[range], Generator[Pass, None, None]]
 Work = Callable[[], None]
+
+R = TypeVar("R")
 
 
 class Experts(Protocol):
@@ -82,6 +84,23 @@ class Mixtures:
         self._runner.run_sections(stretch.beside, begins=False, ends=False)
 
 
+async def meanwhile(asked: Coroutine[Any, Any, R], compute: Executor, beside: Work | None) -> R:
+    """What was asked for, with `beside` done until then. Whatever fails or is cancelled, the thread
+    rests afterwards and nothing is asked for any more: the next step is written where this was."""
+    if beside is None:
+        return await asked
+    coming = asyncio.ensure_future(asked)
+    try:
+        await asyncio.get_running_loop().run_in_executor(compute, beside)
+    except BaseException:
+        coming.cancel()
+        await asyncio.wait([coming])
+        if not coming.cancelled():
+            coming.exception()  # the other one is told
+        raise
+    return await coming
+
+
 class PagedExperts:
     """Computes with whichever experts are there, while others come."""
 
@@ -93,11 +112,7 @@ class PagedExperts:
         """See `Experts`."""
         loop = asyncio.get_running_loop()
         left = self._program.needed()
-        coming = self._weights.acquire_experts(block, left, phase)
-        if beside is not None:
-            found, _ = await asyncio.gather(coming, loop.run_in_executor(compute, beside))
-        else:
-            found = await coming
+        found = await meanwhile(self._weights.acquire_experts(block, left, phase), compute, beside)
         while True:
             if isinstance(found, Unreadable):
                 found.error.rows = self._program.rows_of(found.expert)
