@@ -56,8 +56,6 @@ class Overflow:
     def totals(self) -> KvSpill:
         """What was read and written so far, and what is in the file."""
         spill = self._pages.spill
-        if spill is None:
-            return KvSpill()
         return KvSpill(self._pages.spilled_bytes, spill.bytes_read, spill.bytes_written)
 
     async def fit(self, spans: Sequence[tuple[int, int, int]]) -> None:
@@ -67,7 +65,7 @@ class Overflow:
         sequences with something in it, or where it takes no more, of the longest one.
         """
         spill, pages = self._pages.spill, self._pages
-        if spill is None:
+        if spill.has_room(pages.columns):
             return
         written = {page_set for span in spans for page_set in pages.sets(*span)}
         if back := sorted(written.intersection(spill.parted)):
@@ -90,20 +88,18 @@ class Overflow:
         except JitllmError as error:
             if self._is_lost(error):
                 raise
-            parted = self._pages.spill.parted if self._pages.spill is not None else set()
+            parted = self._pages.spill.parted
             lost = (s for s in sequences if not parted.isdisjoint(self._pages.sets(s)))
             raise HistoryError(tuple(lost), error, is_lost=True) from error
 
     async def fit_around(self, pieces: Iterable[Piece]) -> None:
         """Have in memory what has room there; what pieces are about stays. Raises `JitllmError`."""
-        if self._pages.spill is not None:
+        if not self._pages.spill.has_room(self._pages.columns):
             await self._put_surplus_away(self._sets(pieces), {})
 
     async def _put_surplus_away(self, wanted: set[int], starts: Mapping[int, int]) -> None:
         """starts: see `KvPages.seen`."""
         spill, pages = self._pages.spill, self._pages
-        if spill is None:
-            return
         columns = pages.columns
         gone = spill.surplus(wanted, columns)
         if gone and not spill.keeps_idle:
@@ -144,10 +140,8 @@ class Overflow:
         is_written: what they hold at its end is what they shall hold. Raises `JitllmError`.
         """
         spill = self._pages.spill
-        if spill is None:
-            yield
-            return
-        sets = self._sets(pieces, first).intersection(spill.parted)
+        parted = spill.parted
+        sets = self._sets(pieces, first).intersection(parted) if parted else set()
         absent = frozenset((s, block) for s in sets for block in blocks if spill.is_away(s, block))
         if not absent:
             yield
@@ -163,7 +157,7 @@ class Overflow:
         `Spilling.passes`. rows: sequences, and the first position of each that is computed. Raises
         `HistoryError`."""
         spill, pages = self._pages.spill, self._pages
-        if spill is not None and spill.parted:
+        if spill.parted:
             looking = {sequence: Row(pages.sets(sequence), start) for sequence, start in rows}
             with self._losing(looking):
                 yield from spill.passes(list(looking.values()), blocks, pages.set_bytes)

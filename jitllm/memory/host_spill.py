@@ -16,7 +16,7 @@ from jitllm.devices.vulkan.arena import DeviceSpan
 from jitllm.kernels.op import ALL_KEYS
 from jitllm.memory.device_pages import DevicePages
 from jitllm.memory.passes import NO_KEYS, Row
-from jitllm.memory.spilling import Pages, Spilling
+from jitllm.memory.spilling import Spilling
 
 Copy = Callable[[Sequence[tuple[DeviceSpan, DeviceSpan]]], None]
 """Copies the first span of each pair to the second one, behind what the device was told before."""
@@ -47,17 +47,11 @@ class HostSpill(Spilling):
         super().give(page_set)
         self._memory.set_home(page_set, is_home=False)
 
-    def narrow(self, sets: Iterable[int], columns: Collection[int]) -> None:
-        """See `Spilling`: there is no `window` here, and sets go as a whole."""
-
     def put_away(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """See `Spilling`."""
         for page_set in sets:
             self.bytes_written += self._move(page_set, columns, is_home=True)
             self._went(page_set)
-
-    def reclaim(self) -> None:
-        """See `Spilling`: nothing is."""
 
     def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """See `Spilling`."""
@@ -71,12 +65,6 @@ class HostSpill(Spilling):
         self._wait()
         self._memory.moved(source for source, _ in pairs)
         return sum(source.num_bytes for source, _ in pairs)
-
-    def bring(self, pages: Pages) -> None:
-        """See `Spilling`: they are at hand."""
-
-    def put(self, pages: Pages, *, is_written: bool) -> None:
-        """See `Spilling`."""
 
     def passes(
         self, rows: Sequence[Row], blocks: Iterable[int], set_bytes: int

@@ -56,7 +56,7 @@ class KvPages:
         columns: Iterable[int] | None = None,
         spill: Spilling | None = None,
     ) -> None:
-        self.spill = spill
+        self.spill = Spilling() if spill is None else spill
         self.page_tokens = page_tokens
         self.capacity = capacity
         self._memory = memory
@@ -106,28 +106,22 @@ class KvPages:
     @property
     def spilled_bytes(self) -> int:
         """What is in a file in place of memory."""
-        if self.spill is None:
-            return 0
         return self.spill.away_bytes(self.spill.parted, self._all, self._columns)
 
     def _memory_of(self, sets: Set[int]) -> int:
-        num_bytes = len(sets) * self.set_bytes
-        if self.spill is not None:
-            num_bytes -= self.spill.away_bytes(sets, self._all, self._columns)
-        return num_bytes
+        away_bytes = self.spill.away_bytes(sets, self._all, self._columns)
+        return len(sets) * self.set_bytes - away_bytes
 
     def promised_bytes(self, num_more: int) -> int:
         """Memory that sequences take once they hold so many sets more: a budget at the most, or the
         set of each that it writes to."""
-        num_sets = len(self._holders) + num_more
-        if self.spill is not None:
-            num_sets = min(num_sets, max(self.spill.budget_sets, len(self._tables)))
-        return num_sets * self.set_bytes
+        most = max(self.spill.budget_sets, len(self._tables))
+        return min(len(self._holders) + num_more, most) * self.set_bytes
 
     def beyond_bytes(self, num_more: int) -> int:
         """What is away then, because a budget does not hold it."""
         num_sets = len(self._holders) + num_more
-        if self.spill is None or num_sets <= self.spill.budget_sets:
+        if num_sets <= self.spill.budget_sets:
             return self.spilled_bytes
         return max((num_sets - self.spill.kept_sets) * self.set_bytes, self.spilled_bytes)
 
@@ -144,7 +138,7 @@ class KvPages:
             raise OverBudget(f"page table of {max_tokens} positions", 8 * slots, 0)
         table = self._tables[sequence] = Table(entries)
         for page_set in self._index.find(digests):
-            if self.spill is not None and self.spill.has_failed and page_set in self.spill.parted:
+            if self.spill.has_failed and page_set in self.spill.parted:
                 break  # it is computed again
             if page_set not in self._holders:
                 self._index.hold(page_set)
@@ -237,7 +231,7 @@ class KvPages:
                 self._give_back(page_set)
 
     def _may_idle(self, page_set: int) -> bool:
-        return self.spill is None or self.spill.keeps_idle or page_set not in self.spill.spilled
+        return self.spill.keeps_idle or page_set not in self.spill.spilled
 
     def shrink(self, max_idle_bytes: int) -> None:
         """Give up idle sets until they take no more than that."""
@@ -357,8 +351,7 @@ class KvPages:
                 self._reclaim()
             page_set = self._free.pop()
             if self._memory.take(page_set, self._columns):
-                if self.spill is not None:
-                    self.spill.take(page_set)
+                self.spill.take(page_set)
                 return page_set
             self._free.append(page_set)
             if not self._index.num_idle:
@@ -372,8 +365,7 @@ class KvPages:
         self._give_back(page_set)
 
     def _give_back(self, page_set: int) -> None:
-        if self.spill is not None:
-            self.spill.give(page_set)
+        self.spill.give(page_set)
         self._memory.give(page_set, self._columns)
         self._arrivals.forget(page_set)
         self._free.append(page_set)
@@ -386,8 +378,7 @@ class KvPages:
         idle = self._index.idle()
         assert sorted([*held, *idle, *self._free]) == list(range(self.capacity))
         assert all(s in held or s in idle or s not in self._index for s in range(self.capacity))
-        if self.spill is not None:
-            self.spill.check({*held, *idle})
+        self.spill.check({*held, *idle})
         assert all(columns.isdisjoint(self._columns) for _, columns in self._dropped)
         self._arrivals.check()
         assert self._arrivals.columns <= self._columns

@@ -3,13 +3,12 @@
 The sets that came first go first. As every step looks at all of a history, what stays in memory
 stays, and a step brings what is not there once, in passes (`jitllm.memory.passes`): pages of one
 block come, are looked at and go. Where sets go to is for `spill.py` (a file) and `host_spill.py`
-(memory of the host, for a device that has its own) to say. Knows sets and columns. Knows no tokens.
-What moves bytes is for the thread that computes.
+(memory of the host, for a device that has its own) to say; without a budget nothing ever goes.
+Knows sets and columns. Knows no tokens. What moves bytes is for the thread that computes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Sequence, Set
 from typing import ClassVar
 
@@ -24,15 +23,22 @@ Pages = frozenset[tuple[int, int]]
 """Pages of single blocks: (set, column)."""
 
 
-class Spilling(ABC):
-    """The sets that are in use. budget_sets: most of them that are in memory. windows: of each
-    block, 0 for all keys. has_failed: something could not be brought, so what is away is good for
-    nobody who can do without."""
+UNBOUNDED = 1 << 62
+"""More sets than there can be."""
+
+
+class Spilling:
+    """The sets that are in use; here all of them are in memory, in what derives from it some are
+    away. budget_sets: most of them that are in memory. windows: of each block, 0 for all keys.
+    has_failed: something could not be brought, so what is away is good for nobody who can do
+    without."""
 
     keeps_idle: ClassVar[bool] = True
     """Whether sets that are only kept for sequences to come may be away."""
 
-    def __init__(self, budget_sets: int, page_tokens: int, windows: Sequence[int]) -> None:
+    def __init__(
+        self, budget_sets: int = UNBOUNDED, page_tokens: int = 0, windows: Sequence[int] = ()
+    ) -> None:
         self.budget_sets = budget_sets
         self._page_tokens = page_tokens
         self._windows = tuple(windows)
@@ -81,14 +87,18 @@ class Spilling(ABC):
         self._present.pop(page_set, None)
         self._spilled.discard(page_set)
 
+    def has_room(self, columns: Collection[int]) -> bool:
+        """Whether everything is in memory, and may be."""
+        return not self.parted and self._num_whole(columns) <= self.budget_sets
+
     def surplus(self, wanted: Collection[int], columns: Collection[int]) -> list[int]:
         """Sets that have to go, so that what is in memory fits; none of those that are `wanted`.
 
         columns: that are held of each set.
         """
-        num_whole = self._num_whole(columns)
-        is_over = self.parted or num_whole > self.budget_sets
-        excess = num_whole - (self.kept_sets if is_over else self.budget_sets)
+        if self.has_room(columns):
+            return []
+        excess = self._num_whole(columns) - self.kept_sets
         gone: list[int] = []
         for page_set in self._present:
             if excess <= 0:
@@ -106,7 +116,6 @@ class Spilling(ABC):
         """What part of a set that is present is in memory."""
         return 1.0
 
-    @abstractmethod
     def narrow(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """Put away what of sets only blocks with a window look at. Raises as `put_away` does."""
 
@@ -123,29 +132,23 @@ class Spilling(ABC):
         self._spilled.remove(page_set)
         self._present[page_set] = None
 
-    @abstractmethod
     def put_away(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """Put sets away, and give their memory back. Raises `JitllmError`: those that could not go
         stay."""
 
-    @abstractmethod
     def reclaim(self) -> None:
         """Give back what sets take that are not away any more, where that was left for later."""
 
-    @abstractmethod
     def bring_back(self, sets: Iterable[int], columns: Collection[int]) -> None:
         """Bring sets, to stay in memory. Raises `JitllmError`."""
 
-    @abstractmethod
     def bring(self, pages: Pages) -> None:
         """Have pages of spilled sets at hand until `put`, where `KvPages.page` says. Raises
         `JitllmError`: then none is."""
 
-    @abstractmethod
     def put(self, pages: Pages, *, is_written: bool) -> None:
         """Let them go; is_written: what they hold now is what they shall hold."""
 
-    @abstractmethod
     def passes(
         self, rows: Sequence[Row], blocks: Iterable[int], set_bytes: int
     ) -> Generator[Pass, None, None]:
@@ -154,3 +157,4 @@ class Spilling(ABC):
         Each is asked for when the one before it is computed; close the iterator. set_bytes: what a
         set takes of memory here. Raises `JitllmError`.
         """
+        yield from ()
