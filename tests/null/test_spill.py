@@ -58,6 +58,11 @@ class Rig:
         return False
 
 
+    def takes_memory(self, page_set: int, column: int) -> bool:
+        """Whether a page holds anything; what a thread reads into it may be there in part."""
+        return set(bytes(self.page(page_set, column))) != {0xFF}
+
+
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setenv("JITLLM_POISON", "1")
@@ -217,7 +222,7 @@ def test_passes_bring_what_they_look_at_and_no_more_than_has_room(rig: Rig) -> N
             sets = range(start // PAGE_TOKENS, min(stop // PAGE_TOKENS, 20))
             assert all(rig.is_there(s, one.block) for s in sets)
             seen[one.block].update(sets)
-            here = {(s, c) for s in rig.spill.spilled for c in BLOCKS if rig.is_there(s, c)}
+            here = {(s, c) for s in rig.spill.spilled for c in BLOCKS if rig.takes_memory(s, c)}
             assert sum(4096 * -(-SIZES[c] // 4096) for _, c in here) <= 2 * STRIDE
     num_spilled = len(rig.spill.spilled)
     # The window of block 1 shows what is in memory only, so it needs no pass of its own.
