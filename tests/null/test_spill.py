@@ -57,7 +57,6 @@ class Rig:
         assert held == b"\xff" * SIZES[column]
         return False
 
-
     def takes_memory(self, page_set: int, column: int) -> bool:
         """Whether a page holds anything; what a thread reads into it may be there in part."""
         return set(bytes(self.page(page_set, column))) != {0xFF}
