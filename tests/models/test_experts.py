@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +27,7 @@ from tests.conftest import TinyModel
 from tests.models import oracle, reference
 from tests.models.deaths import Reaper
 from tests.models.kv_memory import columns_of
-from tests.models.native import opened, replies, reply
+from tests.models.native import Reply, opened, replies, reply
 from tests.models.test_faults import Fault, actor, overwrite, tokens_of
 from tests.models.test_moves import bits, moving, num_blocks, one_each, random_moves, two_devices
 
@@ -79,6 +79,42 @@ def check_nothing_is_kept(loaded: Loaded) -> None:
         assert not any(experts._residency._pinned.values())
 
 
+def mixture(tiny_model: TinyModel, name: str) -> Path:
+    """The container of a mixture that the oracle has under this name."""
+    stem, _, weight_type = name.rpartition("-")
+    return tiny_model(stem, weight_type) if name in oracle.QUANTIZED_MIXTURES else tiny_model(name)
+
+
+def short_requests() -> list[Request]:
+    """Some that are routed differently."""
+    return [
+        Request(tuple(dice.randrange(5, 300) for _ in range(3)), max_tokens=2)
+        for dice in map(random.Random, range(8))
+    ]
+
+
+async def check_one_expert_is_missed(
+    loaded: Loaded,
+    monkeypatch: pytest.MonkeyPatch,
+    requests: Sequence[Request],
+    sound: Sequence[Reply],
+) -> Fault:
+    """One that cannot be read ends the replies that are routed to it; the others are `sound`, to
+    the last bit. What hinders the reading is still on."""
+    expert = next(e.extent for e in loaded.header.experts if (e.block, e.expert) == (1, 3))
+    fault = Fault(Extent(expert.offset, expert.length, 0))
+    fault.install(monkeypatch, fault.io_error)
+    found = await asyncio.gather(
+        *(reply(loaded.engine, request) for request in requests), return_exceptions=True
+    )
+    failed = [isinstance(one, PageError) for one in found]
+    assert any(failed), "nobody was routed to it"
+    assert not all(failed), "everybody was routed to it"
+    for one, whole in zip(found, sound, strict=True):
+        assert isinstance(one, PageError) or (isinstance(one, Reply) and one.bits == whole.bits)
+    return fault
+
+
 async def used(engine: Engine) -> ExpertUse:
     experts = (await engine.stats()).pages.experts
     assert experts is not None
@@ -97,8 +133,7 @@ def num_used(loaded: Loaded) -> int:
 async def test_experts_that_come_one_by_one_change_no_bit(
     name: str, num_experts: int, tiny_model: TinyModel
 ) -> None:
-    stem, _, weight_type = name.rpartition("-")
-    path = tiny_model(stem, weight_type) if name in oracle.QUANTIZED_MIXTURES else tiny_model(name)
+    path = mixture(tiny_model, name)
     tokens = tuple(oracle.golden(name)[0].tolist())
     requests = [
         Request(tokens, max_tokens=5, outputs=Outputs.ALL),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,14 +18,19 @@ from jitllm.compose import Loaded
 from jitllm.devices.mixtures import expert_blocks
 from jitllm.engine import Outputs, Request, Sampling
 from jitllm.errors import JitllmError, PageError, PlacementError, UsageError
-from jitllm.formats.jlm import Extent
 from jitllm.memory.use import ExpertUse
 from tests.conftest import TinyModel
 from tests.models import oracle
 from tests.models.deaths import Reaper
 from tests.models.native import Reply, opened, replies, reply
-from tests.models.test_experts import Sizes, check_nothing_is_kept
-from tests.models.test_faults import Fault, actor, overwrite
+from tests.models.test_experts import (
+    Sizes,
+    check_nothing_is_kept,
+    check_one_expert_is_missed,
+    mixture,
+    short_requests,
+)
+from tests.models.test_faults import actor, overwrite
 from tests.models.test_moves import bits, moving, num_blocks, one_each, random_moves, two_devices
 
 
@@ -71,8 +75,7 @@ async def plain(path: Path, requests: list[Request]) -> list[Reply]:
 async def test_experts_on_the_host_change_no_bit(
     name: str, num_experts: int | None, tiny_model: TinyModel
 ) -> None:
-    stem, _, weight_type = name.rpartition("-")
-    path = tiny_model(stem, weight_type) if name in oracle.QUANTIZED_MIXTURES else tiny_model(name)
+    path = mixture(tiny_model, name)
     tokens = tuple(oracle.golden(name)[0].tolist())
     requests = [
         Request(tokens, max_tokens=3, outputs=Outputs.ALL),
@@ -207,23 +210,10 @@ async def test_replies_that_do_not_need_an_expert_go_on_without_it(
 ) -> None:
     """One that cannot be read on the host ends the replies that are routed to it elsewhere."""
     path = tiny_model("qwen3moe", "q8_0")
-    requests = [
-        Request(tuple(dice.randrange(5, 300) for _ in range(3)), max_tokens=2)
-        for dice in map(random.Random, range(8))
-    ]
+    requests = short_requests()
     sound = await plain(path, requests)
     async with hosted(path, num_experts=0) as loaded:
-        expert = next(e.extent for e in loaded.header.experts if (e.block, e.expert) == (1, 3))
-        fault = Fault(Extent(expert.offset, expert.length, 0))
-        fault.install(monkeypatch, fault.io_error)
-        found = await asyncio.gather(
-            *(reply(loaded.engine, request) for request in requests), return_exceptions=True
-        )
-        failed = [isinstance(one, PageError) for one in found]
-        assert any(failed), "nobody was routed to it"
-        assert not all(failed), "everybody was routed to it"
-        for one, whole in zip(found, sound, strict=True):
-            assert isinstance(one, PageError) or (isinstance(one, Reply) and one.bits == whole.bits)
+        await check_one_expert_is_missed(loaded, monkeypatch, requests, sound)
 
 
 async def test_an_expert_that_is_damaged_in_the_file_is_found_out(tiny_model: TinyModel) -> None:

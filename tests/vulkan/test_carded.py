@@ -19,15 +19,19 @@ from actors.copied_weights import CopiedWeights
 from jitllm.compose import Loaded
 from jitllm.devices.vulkan.api import VulkanError
 from jitllm.engine import Request, Sampling
-from jitllm.errors import PageError
-from jitllm.formats.jlm import Extent
 from jitllm.memory.device_experts import DeviceExperts
 from tests.conftest import TinyModel
 from tests.models import oracle
 from tests.models.kv_memory import columns_of
-from tests.models.native import Reply, opened, prompt_logits, replies, reply
-from tests.models.test_experts import Sizes, check_nothing_is_kept, num_used
-from tests.models.test_faults import Fault, actor
+from tests.models.native import opened, prompt_logits, replies, reply
+from tests.models.test_experts import (
+    Sizes,
+    check_nothing_is_kept,
+    check_one_expert_is_missed,
+    num_used,
+    short_requests,
+)
+from tests.models.test_faults import actor
 from tests.models.test_moves import moving, num_blocks, random_moves
 from tests.ops.vulkan import needs_vulkan
 from tests.vulkan.test_engine import MAX_DIFFERENCE
@@ -245,24 +249,11 @@ async def test_replies_that_do_not_need_an_expert_go_on_without_it(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model("qwen3moe", "q8_0")
-    requests = [
-        Request(tuple(dice.randrange(5, 300) for _ in range(3)), max_tokens=2)
-        for dice in map(random.Random, range(8))
-    ]
+    requests = short_requests()
     async with opened(path, devices="vulkan:0") as loaded:
         sound = [await reply(loaded.engine, request) for request in requests]
     async with carded(path, 2, strict=True) as loaded:
-        expert = next(e.extent for e in loaded.header.experts if (e.block, e.expert) == (1, 3))
-        fault = Fault(Extent(expert.offset, expert.length, 0))
-        fault.install(monkeypatch, fault.io_error)
-        found = await asyncio.gather(
-            *(reply(loaded.engine, request) for request in requests), return_exceptions=True
-        )
-        failed = [isinstance(one, PageError) for one in found]
-        assert any(failed), "nobody was routed to it"
-        assert not all(failed), "everybody was routed to it"
-        for one, whole in zip(found, sound, strict=True):
-            assert isinstance(one, PageError) or (isinstance(one, Reply) and one.bits == whole.bits)
+        fault = await check_one_expert_is_missed(loaded, monkeypatch, requests, sound)
         fault.is_on = False
         again = await replies(loaded.engine, requests)
     assert [one.bits for one in again] == [one.bits for one in sound]
