@@ -442,19 +442,22 @@ class Pager(Actor):
         """The read of a block that was given a frame; None when it was not."""
         if victims is None:
             return None
-        for victim in victims[:1]:  # most often there is one, of the same size
-            self._weights.hand_over(victim, block)
-        self._evict(victims[1:])
-        self._num_evictions += len(victims[:1])
+        self._evict(victims, heir=block)
         return self._reads.begin(block, self._pace.read)
 
     def _end_read(self, block: int) -> None:
         self._fetches.ended(block)
         self._settle()
 
-    def _evict(self, victims: tuple[int, ...]) -> None:
+    def _evict(self, victims: tuple[int, ...], heir: int | None = None) -> None:
+        """heir: the block that is read in their place; it has the pages of the first of them, which
+        most often is the only one, and of the same size."""
         for block in victims:
-            self._weights.release(block)
+            if heir is None:
+                self._weights.release(block)
+            else:
+                self._weights.hand_over(block, heir)
+                heir = None
         self._num_evictions += len(victims)
 
     def _settle(self) -> None:
