@@ -23,7 +23,7 @@ COST = 2.2
 """What a step with prompts may take, as a multiple of one without: far from the fourfold that no
 gap should reach, because a machine stalls for a moment now and then."""
 
-MAX_STEP_S = 0.05
+MAX_STEP_S = 0.1
 """What a step may take while prompts go ahead, or nobody is in the middle of a reply, and someone
 waits for the next."""
 
@@ -32,6 +32,10 @@ FIRST_TOKENS = 8
 
 FIRST_ALONE_TOKENS = 128
 """Prompt tokens without replies, while someone waits, before anything is known."""
+
+MAX_REST = 0.25
+"""What a step may have beyond its tokens, as a share of them, where that is all of the prompts: a
+step for the rest alone would read all weights for little."""
 
 REPLIES_PER_NEWCOMER = 2
 """Replies that two or more newcomers go ahead of, for each of them."""
@@ -104,15 +108,16 @@ class Pace:
         num_replies: rows that are in the middle of a reply. num_newcomers: who waits for a first
         token, and has a row or could; pending_tokens: what is left of their prompts.
         """
+        together = self._without_replies()
+        is_enough = pending_tokens <= min(together * (1 + MAX_REST), self._max_tokens)
         self._is_ahead = num_newcomers > 1 and (
-            num_replies <= REPLIES_PER_NEWCOMER * num_newcomers
-            or pending_tokens <= self._without_replies()
+            num_replies <= REPLIES_PER_NEWCOMER * num_newcomers or is_enough
         )
         if num_replies and not self._is_ahead:
             if not self._plain_s or self._owed:
                 return 0
             return self._beside_replies(num_replies)
-        return self._without_replies() if num_newcomers > 1 else self._max_tokens
+        return together if num_newcomers > 1 and not is_enough else self._max_tokens
 
     def _beside_replies(self, num_replies: int) -> int:
         rows = int(self._beside) + num_replies

@@ -140,7 +140,7 @@ def test_limits_are_kept(max_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("token_s", "least", "most"),
-    [(0.0001, 384, 512), (0.0003, 128, 192), (0.01, 64, 64), (0.00001, 512, 512)],
+    [(0.0001, 384, 512), (0.0003, 256, 320), (0.01, 64, 64), (0.00001, 512, 512)],
 )
 def test_without_replies_a_step_is_short_only_if_someone_waits(
     token_s: float, least: int, most: int
@@ -172,13 +172,27 @@ def test_newcomers_go_ahead_of_few_replies(replies: int, newcomers: int, go_ahea
         assert median(late) <= 2 * alone
 
 
-@pytest.mark.parametrize(("pending", "go_ahead"), [(100, True), (200, False)])
+@pytest.mark.parametrize(("pending", "go_ahead"), [(100, True), (160, True), (161, False)])
 def test_newcomers_that_one_step_is_enough_for_go_ahead(pending: int, go_ahead: bool) -> None:
-    machine, learnt = line(0.004, 0.0003), Pace(MAX_TOKENS)
+    """A quarter beyond what a step may have counts as enough."""
+    machine, learnt = line(0.004, 0.0006), Pace(MAX_TOKENS)
     feed(learnt, machine, 0, 5000, newcomers=2)  # 128 tokens a step
     learnt.observe(30, 0, machine(30, 0))
     assert (learnt.prompt_tokens(30, 2, pending) >= pending) == go_ahead
     assert learnt.prompt_tokens(30, 1, pending) < 50
+
+
+@pytest.mark.parametrize("replies", [0, 4])
+def test_no_step_is_for_a_small_rest_of_prompts(replies: int) -> None:
+    """A step may have 128 tokens, and 160 where nothing is left then."""
+    machine, learnt = line(0.004, 0.0006), Pace(MAX_TOKENS)
+    feed(learnt, machine, 0, 5000, newcomers=2)
+    for length in range(64, 400, 7):
+        steps, left = 0, length
+        while left > 0:
+            left -= learnt.prompt_tokens(replies, 2, left)
+            steps += 1
+        assert steps == max(1, -(-(length - 160) // 128) + 1), length
 
 
 def test_replies_have_their_pace_again_once_newcomers_are_few() -> None:
