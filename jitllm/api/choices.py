@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,6 @@ from jitllm.text.stop import StopStrings
 if TYPE_CHECKING:
     from jitllm.api.models import Served
     from jitllm.text.tokenizer import Tokenizer
-
-_PIECES_AHEAD = 64
-"""Pieces that wait for a slow reader before its sequences wait too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +91,25 @@ class Choice:
         self._pending: deque[Token] = deque()
         self._ids: list[int] = []
         self._raw = self._shown = 0  # characters: decoded, handed out
-        self._task: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None  # for the engine, and for nothing else
         self._began_s = self._first_s = self._last_s = 0.0
         self.progress = Progress(len(request.prompt), self.cancel)
 
     def cancel(self) -> None:
-        """End with what there is; nothing happens to a choice that has ended."""
+        """End with what there is; nothing happens to a choice that has ended. A piece that is on
+        its way to a slow reader gets there."""
         self.is_cancelled = True
-        if self._task is not None and not self.progress.is_done:
-            self._task.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     async def run(self, emit: Emit) -> None:
         """Follow the reply to its end. Raises what the engine raises; closing frees its pages."""
-        self._task, self.progress.is_done = asyncio.current_task(), False
+        self.progress.is_done = False
         self._began_s = self._first_s = self._last_s = time.perf_counter()
         try:
             if not self.is_cancelled:
                 await self._follow(emit)
-        except asyncio.CancelledError:
-            task = self._task
-            if not self.is_cancelled or task is None or task.uncancel() > 0:
-                raise
         finally:
             self.progress.is_done = True
         if self.is_cancelled:
@@ -124,7 +119,7 @@ class Choice:
     async def _follow(self, emit: Emit) -> None:
         stream = self._served.engine.generate(self.request)
         try:
-            async for delta in stream:
+            while (delta := await self._next(stream)) is not None:
                 for piece in self._take(delta):
                     await emit(self, piece)
                 if self._stops.matched is not None or delta.finish is not None:
@@ -132,6 +127,20 @@ class Choice:
         finally:
             if close := getattr(stream, "aclose", None):
                 await close()
+
+    async def _next(self, stream: AsyncIterator[Delta]) -> Delta | None:
+        """What the engine says next; None after its end, and once this is cancelled."""
+        if self.is_cancelled:
+            return None
+        self._waiting = task = asyncio.current_task()
+        try:
+            return await anext(stream, None)
+        except asyncio.CancelledError:
+            if not self.is_cancelled or task is None or task.uncancel() > 0:
+                raise
+            return None
+        finally:
+            self._waiting = None
 
     def costs(self) -> Usage:
         """What the engine measured, and of a reply that was cut the rest as it was seen here."""
@@ -263,40 +272,6 @@ async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, toget
                 group.create_task(run(choice))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-async def pieces(
-    choices: Sequence[Choice], session: Session, together: int, patience_s: float
-) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
-    """Pieces of all choices as they come; None whenever nothing came for so long.
-
-    Whoever reads slowly stops the choices from getting ahead, and closing this ends them.
-    """
-    queue: asyncio.Queue[tuple[Choice, Piece] | None] = asyncio.Queue()
-    room = asyncio.Semaphore(_PIECES_AHEAD)
-
-    async def emit(choice: Choice, piece: Piece) -> None:
-        await room.acquire()
-        queue.put_nowait((choice, piece))
-
-    worker = asyncio.create_task(run_all(choices, session, emit, together))
-    worker.add_done_callback(lambda _: queue.put_nowait(None))
-    try:
-        while True:
-            try:
-                async with asyncio.timeout(patience_s):
-                    item = await queue.get()
-            except TimeoutError:
-                yield None
-                continue
-            if item is None:
-                worker.result()
-                return
-            room.release()
-            yield item
-    finally:
-        worker.cancel()
-        await asyncio.wait({worker})
 
 
 def known(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:

@@ -6,15 +6,14 @@ Knows when what is sent. What a choice looks like is said by the `Form` of an en
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
 from jitllm.api import costs
-from jitllm.api.answer import DONE, PING, Answer, Parts, as_json, event
-from jitllm.api.choices import Choice, Piece, Token, pieces, run_all
+from jitllm.api.answer import DONE, Answer, Outlet, as_json, event
+from jitllm.api.choices import Choice, Piece, Token, run_all
 from jitllm.api.models import Served
 from jitllm.api.schema import GenerationRequest
 from jitllm.api.service import Service, Serving, service_of
@@ -55,9 +54,10 @@ def answer(form: Form[Body], request: Request, body: Body) -> Answer:
     service = service_of(request)
     make = _stream if body.stream else _whole
     return Answer(
-        lambda: make(form, service, request, body),
+        lambda out: make(out, form, service, request, body),
         is_stream=bool(body.stream),
         send_timeout_s=service.limits.send_timeout_s,
+        patience_s=service.limits.patience_s,
         param=form.param,
     )
 
@@ -71,7 +71,9 @@ class _Collected:
     ids: list[int] = field(default_factory=list)
 
 
-async def _whole(form: Form[Body], service: Service, request: Request, body: Body) -> Parts:
+async def _whole(
+    out: Outlet, form: Form[Body], service: Service, request: Request, body: Body
+) -> None:
     with service.session(request, body.model, form.prefix) as serving:
         served = serving.served
         choices = await form.choices(served, body)
@@ -95,40 +97,47 @@ async def _whole(form: Form[Body], service: Service, request: Request, body: Bod
             for choice, one in zip(choices, found, strict=True)
         ]
         envelope = _envelope(serving, form.kind)
-        yield as_json({**envelope, "choices": replies, **_costs(serving, choices)})
+        whole = {**envelope, "choices": replies, **_costs(serving, choices)}
+        await out.send(as_json(whole), more=False)
 
 
-async def _stream(form: Form[Body], service: Service, request: Request, body: Body) -> Parts:
+async def _stream(
+    out: Outlet, form: Form[Body], service: Service, request: Request, body: Body
+) -> None:
     with service.session(request, body.model, form.prefix) as serving:
         served = serving.served
         choices = await form.choices(served, body)
         envelope = _envelope(serving, form.chunk_kind)
         no_usage = {"usage": None} if body.wants_usage else {}
         begun: set[int] = set()
-        num_open = len(choices)
-        reply = pieces(choices, serving.session, served.max_together, service.limits.patience_s)
+        num_open, rest = len(choices), b""
+
+        async def send(choice: Choice, piece: Piece) -> None:
+            nonlocal num_open, rest
+            num_open -= piece.is_last
+            parts = list(form.parts(served, body, piece, choice.index not in begun))
+            begun.add(choice.index)
+            events = []
+            for number, (part, ids) in enumerate(parts, 1):
+                is_last = piece.is_last and number == len(parts)
+                finish = costs.finish_reason(choice) if is_last else None
+                entry = {"index": choice.index, **part, "finish_reason": finish}
+                entry |= costs.token_ids(body, ids)
+                chunk = {**envelope, "choices": [entry], **no_usage}
+                if is_last and not num_open and not body.wants_usage:
+                    chunk["jitllm"] = costs.about(served, choices)
+                events.append(event(chunk))
+            data = b"".join(events)
+            if num_open:
+                await out.send(data)
+            else:
+                rest = data
+
         with service.counts.request(served.id, choices):
-            async with aclosing(reply) as found:
-                async for item in found:
-                    if item is None:
-                        yield PING
-                        continue
-                    choice, piece = item
-                    num_open -= piece.is_last
-                    parts = list(form.parts(served, body, piece, choice.index not in begun))
-                    begun.add(choice.index)
-                    for number, (part, ids) in enumerate(parts, 1):
-                        is_last = piece.is_last and number == len(parts)
-                        finish = costs.finish_reason(choice) if is_last else None
-                        entry = {"index": choice.index, **part, "finish_reason": finish}
-                        entry |= costs.token_ids(body, ids)
-                        chunk = {**envelope, "choices": [entry], **no_usage}
-                        if is_last and not num_open and not body.wants_usage:
-                            chunk["jitllm"] = costs.about(served, choices)
-                        yield event(chunk)
+            await run_all(choices, serving.session, send, served.max_together)
         if body.wants_usage:
-            yield event({**envelope, "choices": [], **_costs(serving, choices)})
-        yield DONE
+            rest += event({**envelope, "choices": [], **_costs(serving, choices)})
+        await out.send(rest + DONE, more=False)
 
 
 def _envelope(serving: Serving, kind: str) -> Plain:

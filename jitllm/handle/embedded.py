@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Unpack
 
 from jitllm import compose
-from jitllm.api.choices import Choice, pieces
+from jitllm.api.choices import Choice, Piece, run_all
 from jitllm.api.models import Served
 from jitllm.api.sessions import Session, Sessions
 from jitllm.compose import Loaded
@@ -33,9 +33,6 @@ from jitllm.handle.base import (
     size_of,
 )
 from jitllm.schedule.placement_map import Selection
-
-_PATIENCE_S = 3600.0
-"""A reply that takes longer for its next token is waited for again."""
 
 
 async def open_here(
@@ -157,16 +154,24 @@ class EmbeddedHandle(Handle):
     async def _deltas(self, choice: Choice, session: Session) -> AsyncGenerator[TextDelta, None]:
         if session.is_cancelled:
             choice.cancel()
-        async with aclosing(pieces([choice], session, 1, _PATIENCE_S)) as found:
-            async for item in found:
-                if item is None:
-                    continue
-                piece = item[1]
+        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()  # no more than there are tokens
+
+        async def put(_: Choice, piece: Piece) -> None:
+            pieces.put_nowait(piece)
+
+        worker = asyncio.create_task(run_all([choice], session, put, 1))
+        worker.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
                 delta = TextDelta(session.id, piece.text, piece.ids)
                 if piece.is_last:
                     usage = replace(choice.costs(), generated_tokens=choice.num_tokens)
                     delta = replace(delta, finish=choice.finish, usage=usage)
                 yield delta
+            worker.result()
+        finally:
+            worker.cancel()
+            await asyncio.wait({worker})
 
 
 def _served(loaded: Loaded, context_tokens: int) -> Served:

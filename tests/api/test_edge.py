@@ -166,6 +166,53 @@ async def test_a_client_that_reads_nothing_is_given_up(
     assert engine.num_cancelled == 1
 
 
+async def test_a_client_that_does_not_even_read_signs_of_life_is_given_up(
+    models: FakeModels, engine: FakeEngine
+) -> None:
+    engine.gate = asyncio.Event()
+    app = create_app(models, Limits(patience_s=0.01, send_timeout_s=0.01))
+    stuck = Call(app, "/v1/completions", TEXT | {"stream": True})
+    stuck.may_read = asyncio.Event()
+    await stuck.start()
+    assert [message["type"] for message in stuck.messages] == ["http.response.start"]
+    assert engine.running == 0
+
+
+@pytest.mark.parametrize("num", [1, 3])
+async def test_a_cancel_keeps_what_a_slow_reader_has_still_to_read(
+    call: Caller, client: httpx.AsyncClient, engine: FakeEngine, num: int
+) -> None:
+    slow = call("/v1/completions", TEXT | {"stream": True, "n": num})
+    slow.may_read = asyncio.Event()
+    task = slow.start()
+    await slow.until(1)
+    await until(lambda: engine.steps == num)  # a piece of each waits to be read
+    assert (await client.post("/jitllm/v1/sessions/mine/cancel")).status_code == 200
+    slow.may_read.set()
+    await task
+    choices = [chunk["choices"][0] for chunk in events(slow.text)]
+    for index in range(num):
+        assert "".join(c["text"] for c in choices if c["index"] == index) == "H"
+    assert engine.num_cancelled == num
+
+
+async def test_what_fails_after_a_sign_of_life_is_said_in_the_stream(
+    models: FakeModels, engine: FakeEngine
+) -> None:
+    engine.gate, engine.fails_at = asyncio.Event(), 0
+    engine.error = RuntimeError("no")
+    app = create_app(models, Limits(patience_s=0.01))
+    waiting = Call(app, "/v1/completions", TEXT | {"stream": True})
+    task = waiting.start()
+    await waiting.until(2)
+    engine.gate.set()
+    await task
+    assert waiting.messages[0]["status"] == 200
+    [said] = events(waiting.text)
+    assert said["error"]["type"] == "server_error"
+    assert waiting.messages[-1]["more_body"] is False
+
+
 async def test_a_long_wait_has_signs_of_life(models: FakeModels, engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     app = create_app(models, Limits(patience_s=0.01))
