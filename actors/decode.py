@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from struct import Struct
+from typing import NamedTuple
 
 from actors.messages.device import Outcome
 from actors.seats import Seat
 from jitllm.devices.runner import Runner
 from jitllm.engine import MAX_TOP_LOGPROBS, TopLogprobs
-from jitllm.kernels.sample import PAIR_BYTES, RECORD_BYTES, Field, Sampled, move_on, unpack_top
+from jitllm.kernels.sample import PAIR_BYTES, RECORD_BYTES, Field, move_on, unpack_top
 from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 
 TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
@@ -25,32 +26,48 @@ TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 _I32 = Struct("<i")
 
 
+class _Output(NamedTuple):
+    """What is read of a record."""
+
+    target: int
+    token: int
+    token_logprob: float
+    target_logprob: float
+    num_top: int
+
+
+_OUTPUT = Struct(
+    f"<{Field.TARGET}xi{Field.TOKEN - Field.TARGET - 4}xiff"
+    f"{Field.NUM_TOP - Field.TARGET_LOGPROB - 4}xI{RECORD_BYTES - Field.NUM_TOP - 4}x"
+)
+
+
 def results(spans: Sequence[Span], outcome: Outcome) -> tuple[SpanResult, ...]:
     """What an outcome says of each span of its step."""
+    outputs = [_Output(*fields) for fields in _OUTPUT.iter_unpack(outcome.records)]
     found, row = [], 0
     for span in spans:
-        found.append(_result(span, range(row, row + span.num_outputs), outcome))
-        row += span.num_outputs
+        stop = row + span.num_outputs
+        found.append(_result(span, outputs[row:stop], row, outcome.tops))
+        row = stop
     return tuple(found)
 
 
-def _result(span: Span, rows: range, outcome: Outcome) -> SpanResult:
-    if not rows:
+def _result(span: Span, outputs: Sequence[_Output], row: int, tops: bytes) -> SpanResult:
+    """row: the first of its outputs in the step."""
+    if not outputs:
         return SpanResult(span.sequence, None, 0.0)
-    records = [outcome.records[RECORD_BYTES * row : RECORD_BYTES * (row + 1)] for row in rows]
-    sampled = [Sampled.unpack(record) for record in records]
-    targets = [_I32.unpack_from(record, Field.TARGET)[0] for record in records]
-    known = [s.target_logprob for s, t in zip(sampled, targets, strict=True) if t >= 0]
-    (num_top,) = _I32.unpack_from(records[-1], Field.NUM_TOP)
-    tops = [_top(outcome.tops, row, num_top) for row in rows] if num_top else []
+    last = outputs[-1]
+    found = [_top(tops, row + at, last.num_top) for at in range(len(outputs) * bool(last.num_top))]
+    known = [output.target_logprob for output in outputs if output.target >= 0]
     wants_prompt = span.outputs is SpanOutputs.ALL
     return SpanResult(
-        sequence=span.sequence,
-        token=sampled[-1].token if span.sample else None,
-        logprob=sampled[-1].token_logprob,
+        span.sequence,
+        last.token if span.sample else None,
+        last.token_logprob,
         prompt_logprobs=tuple(known) if wants_prompt else (),
-        top_logprobs=tops[-1] if span.sample and tops else (),
-        prompt_top_logprobs=tuple(tops[: len(known)]) if wants_prompt else (),
+        top_logprobs=found[-1] if span.sample and found else (),
+        prompt_top_logprobs=tuple(found[: len(known)]) if wants_prompt else (),
     )
 
 

@@ -6,7 +6,8 @@ Knows queues and what the devices have of each sequence. Decides nothing about w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 
 from actors.mailbox import Stopped
 from actors.park import Parker
@@ -55,28 +56,31 @@ class Departures:
 
     async def end(self, reply: Reply, finish: Finish, error: Exception | None = None) -> None:
         """Give a sequence's place back, and hand out the last delta of its reply."""
-        await self.close(reply)
+        await self.close((reply,))
         self._queues.finish(reply, finish, error)
 
-    async def close(self, reply: Reply) -> None:
-        """Give a sequence's place on the device back."""
-        if reply.sequence in self._queues.running:
-            await self.vacate(reply.sequence)
+    async def close(self, replies: Iterable[Reply]) -> None:
+        """Give the places of sequences on the devices back."""
+        gone = [reply.sequence for reply in replies]
+        await self.vacate([sequence for sequence in gone if sequence in self._queues.running])
         for queue in (self._queues.waiting, self._queues.held):
-            if reply.sequence in queue:
-                queue.remove(reply.sequence)
+            queue[:] = [sequence for sequence in queue if sequence not in gone]
 
-    async def vacate(self, sequence: Sequence, queue: list[Sequence] | None = None) -> None:
-        """A sequence runs no more; it waits in a queue from now on, if there is one for it."""
-        self._queues.running.remove(sequence)
-        if queue is not None:
-            queue.append(sequence)
+    async def vacate(self, gone: Seq[Sequence], queue: list[Sequence] | None = None) -> None:
+        """Sequences run no more; they wait in a queue from now on, if there is one for them."""
+        if not gone:
+            return
+        for sequence in gone:
+            self._queues.running.remove(sequence)
+            if queue is not None:
+                queue.append(sequence)
         self._came_free()
         try:
-            await self._route.close(sequence.id)
+            await self._route.close(*(sequence.id for sequence in gone))
         except Stopped as error:
             await self.recover(error)
-        self._seam.came_free(sequence.num_computed)
+        for sequence in gone:
+            self._seam.came_free(sequence.num_computed)
 
     async def park(
         self, sequence: Sequence, to: ParkedIn, queue: list[Sequence], *, is_slice: bool = False
@@ -91,7 +95,7 @@ class Departures:
             except Stopped as error:
                 await self.recover(error)
                 raise
-            await self.vacate(sequence, queue)
+            await self.vacate((sequence,), queue)
 
     async def part_with(self, error: HistoryError) -> None:
         """Those of whom something cannot be read begin again, and who has no room ends."""
@@ -100,7 +104,7 @@ class Departures:
             reply.losses += 1
             if error.is_lost and self._falls_back and reply.losses <= MAX_LOSSES:
                 _log.warning("%s; a sequence begins again", error)
-                await self.vacate(sequence, self._queues.waiting)
+                await self.vacate((sequence,), self._queues.waiting)
                 sequence.restart()
                 self._mover.fell_back(sequence.id, 0)
             else:

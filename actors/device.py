@@ -213,7 +213,7 @@ class Device(Actor):
                 self._compute.cut()
             case Close():
                 await self._halt()
-                await self._seats.close(message.sequence)
+                await self._seats.close(message.sequences)
             case Recall():
                 await self._halt()
                 await self._supply.let_go()

@@ -205,13 +205,13 @@ class Route:
             with suppress(Stopped):  # whose move fails then
                 await self._device(name).ask(replace(opening, must_fit=True))
 
-    async def close(self, sequence: int) -> None:
-        """Free the seats of a sequence."""
+    async def close(self, *sequences: int) -> None:
+        """Free the seats of sequences."""
         for name in self._placement.devices:
-            await self._device(name).ask(Close(sequence))
+            await self._device(name).ask(Close(sequences))
         for name in self.guests:
             with suppress(Stopped):
-                await self._device(name).ask(Close(sequence))
+                await self._device(name).ask(Close(sequences))
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The devices of the route, and the blocks of each in ascending order; the head is none."""
@@ -238,11 +238,13 @@ class Route:
         del self.sites[name]
         self.lost += (name,)
 
-    async def steps(self, step_id: int, spans: tuple[Span, ...]) -> AsyncGenerator[StepDone, None]:
+    async def steps(
+        self, step_id: int, spans: tuple[Span, ...]
+    ) -> AsyncGenerator[tuple[tuple[Span, ...], StepDone], None]:
         """A forward pass, and the same again with the tokens that it sampled, until there is a
-        reason to plan anew."""
+        reason to plan anew; each with the spans that it computed."""
         if not self.is_single:
-            yield await self.step(step_id, spans, ())
+            yield spans, await self.step(step_id, spans, ())
             return
         leg = self._legs[0]
         first = Step(step_id, spans, leg.start, leg.stop, leg.has_head)
@@ -250,7 +252,7 @@ class Route:
             async for outcome in outcomes:
                 self.short = (leg.device,) * outcome.is_short
                 done = StepDone(step_id, results(spans, outcome), ())
-                yield done
+                yield spans, done
                 step_id, spans = step_id + 1, following(spans, done.results)
 
     async def head(

@@ -7,7 +7,7 @@ Knows page sets and the supply that they are charged to. Knows no step and no bl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -82,7 +82,7 @@ class Seats:
 
     async def open(self, message: Open) -> Opened | Refused:
         """Promise a sequence its KV room; one that is there already begins again."""
-        await self.close(message.sequence)
+        await self.close((message.sequence,))
         wanted = prefix.reusable(message.tokens, self._pages.page_tokens, message.namespace)
         wanted = wanted[: message.max_cached // self._pages.page_tokens]
         try:
@@ -111,7 +111,7 @@ class Seats:
         reserved = await self.charge()
         if reserved.over_budget_bytes and not message.must_fit:
             need = self._pages.set_bytes * self._pages.num_sets(message.promised_tokens)
-            await self.close(message.sequence)
+            await self.close((message.sequence,))
             return Refused(need, need - reserved.over_budget_bytes)
         return Opened(message.sequence, num_cached)
 
@@ -131,10 +131,12 @@ class Seats:
                     raise
                 self._pages.shrink(0)
 
-    async def close(self, sequence: int) -> None:
-        """Free what a sequence holds; closing one twice does nothing."""
-        if sequence in self._seats:
+    async def close(self, sequences: Iterable[int]) -> None:
+        """Free what sequences hold; closing one twice does nothing."""
+        here = [sequence for sequence in sequences if sequence in self._seats]
+        for sequence in here:
             self._unseat(sequence)
+        if here:
             await self.charge()
 
     def clear(self) -> None:

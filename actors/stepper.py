@@ -22,7 +22,7 @@ from jitllm.engine import Delta, Finish
 from jitllm.errors import HistoryError, OutOfPages, PageError
 from jitllm.schedule import plan
 from jitllm.schedule.pace import Pace
-from jitllm.schedule.step import Span, following
+from jitllm.schedule.step import Span
 
 
 class Stepper:
@@ -96,18 +96,16 @@ class Stepper:
         ended: list[tuple[Reply, Delta]] = []
         short: OutOfPages | None = None
         lost: HistoryError | None = None
-        first = spans
         try:
-            async for done in self._compute(spans, wants_logits, wants_hidden, hidden):
+            async for computed, done in self._compute(spans, wants_logits, wants_hidden, hidden):
                 now_s = self.done_s = time.perf_counter()
                 self.pace.observe(num_replies, num_prompt, now_s - began_s)
                 self._seam.observe(num_replies, num_prompt, now_s - began_s)
-                ended += self._apply(spans, done, now_s)
+                ended += self._apply(computed, done, now_s)
                 began_s, num_replies, num_prompt = now_s, len(spans), 0
-                spans = following(spans, done.results)
             last_hidden = dict(done.last_hidden)
             over = {reply.sequence.id for reply, _ in ended}
-            for span, reply in zip(first, replies, strict=True):
+            for span, reply in zip(spans, replies, strict=True):
                 if span.sequence in over or span.start < reply.sequence.num_prompt:
                     await self._prefixes.keep(
                         reply.sequence,
@@ -132,10 +130,9 @@ class Stepper:
             return None
         finally:
             self._goes_on = False
+        await self._departures.close(reply for reply, _ in ended)
         for reply, last in ended:
-            await self._departures.close(reply)
-            if not reply.is_done:  # the device may have died now, for the last time
-                self._queues.push(reply, last)
+            self._queues.push(reply, last)
         if lost is not None:
             await self._departures.part_with(lost)
         return short
@@ -146,8 +143,8 @@ class Stepper:
         wants_logits: tuple[int, ...],
         wants_hidden: tuple[int, ...],
         hidden: bytes | None,
-    ) -> AsyncIterator[StepDone]:
-        """A step, and those that go on from it while nobody comes or goes."""
+    ) -> AsyncIterator[tuple[tuple[Span, ...], StepDone]]:
+        """A step, and those that go on from it while nobody comes or goes; each with its spans."""
         if not self._goes_on:
             number = self.num_steps + 1
             if hidden is None:
@@ -155,12 +152,12 @@ class Stepper:
             else:
                 done = await self._route.head(number, spans, wants_logits, hidden)
             self.num_steps = number
-            yield done
+            yield spans, done
             return
         async with aclosing(self._route.steps(self.num_steps + 1, spans)) as steps:
-            async for done in steps:
+            async for computed in steps:
                 self.num_steps += 1
-                yield done
+                yield computed
 
     def _apply(
         self, spans: Iterable[Span], done: StepDone, now_s: float

@@ -196,9 +196,9 @@ class Open(Message[Opened | Refused]):
 
 @dataclass(frozen=True, slots=True)
 class Close(Message[None]):
-    """A sequence has ended: free its seat. Twice is as good as once."""
+    """Sequences have ended: free their seats. Twice is as good as once."""
 
-    sequence: int
+    sequences: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,8 @@ class Choice:
         self._pending: deque[Token] = deque()
         self._ids: list[int] = []
         self._raw = self._shown = 0  # characters: decoded, handed out
-        self._waiting: asyncio.Task[None] | None = None  # for the engine, and for nothing else
+        self._task: asyncio.Task[None] | None = None
+        self._is_waiting = False  # for the engine, and for nothing else
         self._began_s = self._first_s = self._last_s = 0.0
         self.progress = Progress(len(request.prompt), self.cancel)
 
@@ -99,13 +100,13 @@ class Choice:
         """End with what there is; nothing happens to a choice that has ended. A piece that is on
         its way to a slow reader gets there."""
         self.is_cancelled = True
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        if self._is_waiting and self._task is not None:
+            self._is_waiting = False
+            self._task.cancel()
 
     async def run(self, emit: Emit) -> None:
         """Follow the reply to its end. Raises what the engine raises; closing frees its pages."""
-        self.progress.is_done = False
+        self._task, self.progress.is_done = asyncio.current_task(), False
         self._began_s = self._first_s = self._last_s = time.perf_counter()
         try:
             if not self.is_cancelled:
@@ -132,15 +133,15 @@ class Choice:
         """What the engine says next; None after its end, and once this is cancelled."""
         if self.is_cancelled:
             return None
-        self._waiting = task = asyncio.current_task()
+        self._is_waiting = True
         try:
             return await anext(stream, None)
         except asyncio.CancelledError:
-            if not self.is_cancelled or task is None or task.uncancel() > 0:
+            if not self.is_cancelled or self._task is None or self._task.uncancel() > 0:
                 raise
             return None
         finally:
-            self._waiting = None
+            self._is_waiting = False
 
     def costs(self) -> Usage:
         """What the engine measured, and of a reply that was cut the rest as it was seen here."""
@@ -197,7 +198,7 @@ class Choice:
                 self._pending.append(token)
             self.num_tokens += 1
             self._ids.append(token_id)
-            text += self._decoded(self._decoder.feed(known(self._served.tokenizer, (token_id,))))
+            text += self._decoded(self._decoder.feed((token_id,)))
             if self._stops.matched is not None:
                 break
         self.progress.generated_tokens = self.num_tokens
@@ -274,18 +275,13 @@ async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, toget
         raise errors.exceptions[0] from None
 
 
-def known(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
-    """Ids that the vocabulary has: a matrix may have more rows than there are tokens."""
-    return [token_id for token_id in ids if token_id < tokenizer.num_tokens]
-
-
 def starts_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     """Where in `text` each of its tokens begins. A space that the vocabulary put before the text
     is not in it."""
     decoder, starts, end = tokenizer.stream(), [], 0
     for token_id in ids:
         starts.append(end)
-        end += len(decoder.feed(known(tokenizer, (token_id,))))
+        end += len(decoder.feed((token_id,)))
     end += len(decoder.flush())
     added = max(end - len(text), 0)
     return [min(max(start - added, 0), len(text)) for start in starts]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -100,14 +100,14 @@ class PrefixIndex:
 
     def clear(self) -> frozenset[int]:
         """Forget all sets; those that were idle, which nobody keeps any more."""
-        idle = self.idle()
+        idle = frozenset(self._idle)
         for known in (self._sets, self._digests, self._idle):
             known.clear()
         return idle
 
-    def idle(self) -> frozenset[int]:
-        """All idle sets."""
-        return frozenset(self._idle)
+    def idle(self) -> Set[int]:
+        """All idle sets, also those to come."""
+        return self._idle.keys()
 
     def check(self) -> None:
         """What must hold at every moment."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from jitllm.memory.use import Phase
 
@@ -17,8 +17,7 @@ class SpanOutputs(StrEnum):
     ALL = "all"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Tokens [start, start + len(tokens)) of a sequence, one row of the batch.
 
     sample: draw the next token from the last position's logits. target: the token that follows
@@ -49,8 +48,7 @@ class Span:
         return Span(self.sequence, self.stop, (token,), SpanOutputs.LAST, sample=True)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanResult:
+class SpanResult(NamedTuple):
     """What a device computed for a span. `token` is None where nothing was sampled.
 
     prompt_logprobs: log-probability of the token after each output position that has one.

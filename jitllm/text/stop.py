@@ -25,6 +25,8 @@ class StopStrings:
         """What can be shown now that `text` has come; nothing once a stop string was found."""
         if self.matched is not None:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         self._held = ""
         if found := self._first(text):

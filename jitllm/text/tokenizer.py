@@ -39,6 +39,7 @@ class Tokenizer:
         self.stop_ids = frozenset(vocabulary.stop_ids)
         self.num_tokens = vocabulary.num_tokens
         self._pieces: dict[int, bytes] = {}
+        self._said: dict[int, bytes] = {}
         self._byte_level = vocabulary.kind == "bpe" and SPLITS[vocabulary.split].byte_level
 
     def prepare(self) -> None:
@@ -91,11 +92,7 @@ class Tokenizer:
 
         A model may have rows beyond its last token; their ids stand for nothing.
         """
-        return b"".join(
-            self.piece(token_id)
-            for token_id in ids
-            if 0 <= token_id < self.num_tokens and (special or self._is_shown(token_id))
-        )
+        return b"".join(map(self._named if special else self._shown, ids))
 
     def text(self, ids: Iterable[int], *, special: bool = False) -> str:
         """As `decode`, as text; bytes that are no UTF-8 become U+FFFD."""
@@ -105,8 +102,19 @@ class Tokenizer:
         """A decoder for ids that come one by one."""
         return StreamDecoder(self, special=special)
 
-    def _is_shown(self, token_id: int) -> bool:
-        return self.vocabulary.types[token_id] not in _HIDDEN
+    def _named(self, token_id: int) -> bytes:
+        """The bytes of a token, or nothing for an id that is none."""
+        return self.piece(token_id) if 0 <= token_id < self.num_tokens else b""
+
+    def _shown(self, token_id: int) -> bytes:
+        """The same without the names of special tokens."""
+        said = self._said.get(token_id)
+        if said is None:
+            said = self._named(token_id)
+            if said and self.vocabulary.types[token_id] in _HIDDEN:
+                said = b""
+            self._said[token_id] = said
+        return said
 
     @cached_property
     def _texts(self) -> list[str]:

@@ -64,7 +64,8 @@ class NullDevice(Actor):
             case Open():
                 return self._open(message)
             case Close():
-                self.promised.pop(message.sequence, None)
+                for sequence in message.sequences:
+                    self.promised.pop(sequence, None)
                 return None
             case Step():
                 return await self._step(message)

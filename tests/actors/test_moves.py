@@ -55,7 +55,8 @@ from tests.actors.movable_device import (
 )
 from tests.actors.test_scheduler import all_of, tokens
 
-REQUESTS = tuple(Request(tuple(range(1, n + 1)), max_tokens=12 + n) for n in (3, 9, 1))
+REQUESTS = tuple(Request(tuple(range(1, n + 1)), max_tokens=12 + n * n // 3) for n in (3, 9, 1))
+"""Of lengths that differ much, so that one of them runs at any moment."""
 ALL = range(HEAD)
 
 

@@ -61,7 +61,7 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else {BOS: b"<bos>", EOS: b"<eos>"}[token_id]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> bytes:
-        return b"".join(self.piece(i) for i in ids if special or i < 256)
+        return b"".join(self.piece(i) for i in ids if i < (self.num_tokens if special else 256))
 
     def stream(self, *, special: bool = False) -> StreamDecoder:
         return StreamDecoder(self, special=special)  # type: ignore[arg-type]

@@ -252,7 +252,7 @@ async def test_closing_does_not_wait_for_the_end(model: Path, native: Native) ->
 # --- the device alone -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", [Recall(), SHRINK, Close(5), "another step", None])
+@pytest.mark.parametrize("other", [Recall(), SHRINK, Close((5,)), "another step", None])
 async def test_what_comes_between_steps_that_go_on_changes_nothing(other: Any, model: Path) -> None:
     async with serving(model) as loaded:
         engine: Any = loaded.engine
@@ -287,7 +287,7 @@ async def test_what_comes_between_steps_that_go_on_changes_nothing(other: Any, m
                         await take(*results((step,), outcome))
                 else:
                     await take(*(await device.ask(first)).results)
-            await device.ask(Close(sequence))
+            await device.ask(Close((sequence,)))
             return ids
 
         alone = await decode(1, None, goes_on=False)

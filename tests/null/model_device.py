@@ -136,7 +136,9 @@ class ModelDevice:
             case Open():
                 return self._open(message)
             case Close():
-                return self._close(message.sequence)
+                for sequence in message.sequences:
+                    self._close(sequence)
+                return None
             case Step():
                 return self._step(message)
             case Prepare():

@@ -446,7 +446,7 @@ class Relocation(RuleBasedStateMachine):
     def finish(self, which: int) -> None:
         stream = self.running.pop(which % len(self.running))
         for name in (*self.placement.devices, *self.guests):
-            self.ask(name, Close(stream.id))
+            self.ask(name, Close((stream.id,)))
 
     @precondition(lambda self: self.running and not self.is_locked)
     @rule(which=st.integers(0, 99), depth=st.integers(1, 20), tokens=TOKENS)
