@@ -6,7 +6,7 @@ Knows spans, seats and pages. Keeps nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from actors.seats import Seat, Seats
 from jitllm.devices.runner import Runner
@@ -15,8 +15,15 @@ from jitllm.memory.pages import KvPages
 from jitllm.schedule.step import Span, SpanOutputs
 
 
-def describe(spans: Iterable[Span], runner: Runner, pages: KvPages, seats: Seats) -> None:
-    """Write a step down for kernels: per token, per row, per output."""
+def describe(
+    spans: Iterable[Span],
+    runner: Runner,
+    pages: KvPages,
+    seats: Seats,
+    wants_logits: Collection[int] = (),
+) -> None:
+    """Write a step down for kernels: per token, per row, per output. wants_logits: sequences whose
+    logits are read after it."""
     step = runner.step
     token = output = 0
     for row, span in enumerate(spans):
@@ -31,12 +38,15 @@ def describe(spans: Iterable[Span], runner: Runner, pages: KvPages, seats: Seats
         first = token if span.outputs is SpanOutputs.ALL else stop - 1
         num = span.num_outputs
         step.outputs[output : output + num] = array("i", range(first, first + num))
-        _describe_sampling(span, runner, seat, output)
+        keeps = span.sequence in wants_logits
+        _describe_sampling(span, runner, seat, output, keep_logits=keeps)
         token, output = stop, output + num
     step.set_counts(token, output)
 
 
-def _describe_sampling(span: Span, runner: Runner, seat: Seat, output: int) -> None:
+def _describe_sampling(
+    span: Span, runner: Runner, seat: Seat, output: int, *, keep_logits: bool
+) -> None:
     sampling = seat.sampling
     targets = [*span.tokens[1:], span.target][-span.num_outputs :]
     for index, target in enumerate(targets if span.num_outputs else ()):
@@ -53,6 +63,7 @@ def _describe_sampling(span: Span, runner: Runner, seat: Seat, output: int) -> N
             presence_penalty=sampling.presence_penalty,
             target=target,
             want_logprob=seat.logprobs,
+            keep_logits=keep_logits,
         )
         record = settings.pack(
             *seat.history(position),

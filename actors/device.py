@@ -301,7 +301,7 @@ class Device(Actor):
             await self._seats.grow(span.sequence, span.stop)
         await self._overflow.fit([(span.sequence, span.start, span.stop) for span in message.spans])
         self._is_short = self._seats.lacks_pages()
-        self._describe(message.spans)
+        self._describe(message.spans, message.logits)
         if message.hidden is not None:
             self._take_hidden(message.hidden)
 
@@ -343,8 +343,8 @@ class Device(Actor):
                 rows.append((span.sequence, row))
         return tuple(rows)
 
-    def _describe(self, spans: tuple[Span, ...]) -> None:
-        describe(spans, self._runner, self._pages, self._seats)
+    def _describe(self, spans: tuple[Span, ...], wants_logits: tuple[int, ...] = ()) -> None:
+        describe(spans, self._runner, self._pages, self._seats, wants_logits)
 
     @property
     def _is_alone(self) -> bool:

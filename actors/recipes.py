@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -45,7 +45,8 @@ from jitllm.jit.team import Team
 from jitllm.jit.threads import default_threads
 from jitllm.jit.tiers import choose
 from jitllm.kernels.kv_write import page_bytes
-from jitllm.kernels.op import Op, Weight
+from jitllm.kernels.matmul import MatMul
+from jitllm.kernels.op import Buffer, Op, Weight
 from jitllm.kernels.sample import Sample
 from jitllm.memory.columns import Columns
 from jitllm.memory.history import History
@@ -234,7 +235,11 @@ class ModelOnDevice:
     def head(self) -> tuple[Op, ...]:
         """What every step ends with."""
         graph = self.graph
-        return (*graph.head, Sample(graph.logits, Sample.scratch_buffer("sampling", graph.vocab)))
+        return (*graph.head, Sample(graph.logits, self._sampling))
+
+    @property
+    def _sampling(self) -> Buffer:
+        return Sample.scratch_buffer("sampling", self.graph.vocab)
 
     def reporting(self, is_cancelled: Event) -> Compiling:
         """What is told about kernels while they are compiled; it raises when nobody wants them."""
@@ -260,6 +265,15 @@ class DeviceRecipe(ModelOnDevice):
     is_alone: bool
     kv_folder: Path | None = None
     has_apart: bool = False
+
+    @property
+    def head(self) -> tuple[Op, ...]:
+        """What every step ends with; the product that makes the logits finds their peaks."""
+        *before, product = self.graph.head
+        assert isinstance(product, MatMul)
+        peaks = Sample.peaks_buffer("peaks")
+        sample = Sample(product.dst, self._sampling, peaks)
+        return (*before, replace(product, peaks=peaks), sample)
 
     async def make(self) -> Device:
         """See `Recipe`. Raises `JitllmError` when memory or the pager's frames cannot be had."""

@@ -115,10 +115,13 @@ def test_a_second_start_compiles_nothing(tiny_model: TinyModel, tmp_path: Path) 
 
 # --- what a token costs in Python ----------------------------------------------------------------
 
-SMALL = Shape(blocks=2)
+SMALL = Shape(blocks=82)
+"""So slow that every token wakes the event loop by itself: those of smaller models fall together or
+not, as the load of the machine has it, and each time makes tens of calls."""
+
 LARGER = {
-    "blocks": replace(SMALL, blocks=162),
-    "width": replace(SMALL, width=512, ffn_width=2048),
+    "blocks": replace(SMALL, blocks=242),
+    "width": replace(SMALL, width=384, ffn_width=768),
     "vocabulary": replace(SMALL, vocab=8192),
 }
 NUM_TOKENS = 120
@@ -170,9 +173,8 @@ def test_calls_of_a_token_do_not_depend_on(what: str, page_size_tokens: int, fol
         for shape in (SMALL, LARGER[what])
     )
     print(f"{small:.0f} calls a token, and {larger:.0f}")
-    # Wake-ups of the event loop fall together or not, as the times of a step have it: each makes
-    # tens of calls. A call a block would be 160 more.
-    assert abs(larger - small) <= 120
+    # A call a block would be 160 more.
+    assert abs(larger - small) <= 80
 
 
 # --- what is left behind -------------------------------------------------------------------------

@@ -15,13 +15,15 @@ from jitllm.kernels.matmul import MatMul
 from jitllm.kernels.matmul.reference import (
     dequantise,
     matmul,
+    peaks,
     random_tiles,
     read_integers,
     tile_dtype,
 )
 from jitllm.kernels.op import Buffer, Element, Rows, Weight
 from jitllm.kernels.quantize.reference import quantize
-from tests.ops.harness import PRODUCTS_HERE, PRODUCTS_RUNNABLE, Rig
+from jitllm.kernels.sample import PEAK_ONLY, RECORD_BYTES, WANT_LOGPROB, Field, Sample
+from tests.ops.harness import PRODUCTS_HERE, PRODUCTS_RUNNABLE, Guarded, Rig
 
 BIAS = Weight("bias", 0, FormatCode.F32, 0, 0)
 
@@ -219,6 +221,59 @@ def test_extreme_integers_do_not_saturate(format: FormatCode, tier: Tier) -> Non
         expected = matmul(format, extreme.weight, 16, 256, extreme.src)
         got = run(case, tier, data=extreme)
         assert np.abs(got - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("tier", PRODUCTS_HERE)
+@pytest.mark.parametrize("format", [FormatCode.F16, FormatCode.Q8_0], ids=lambda f: f.name)
+@pytest.mark.parametrize("tokens", [1, 3, 8, 17, 67])
+@pytest.mark.parametrize("vocab", [1, 40, 2048, 2049, 5003])
+def test_an_output_head_finds_its_peaks(
+    vocab: int, tokens: int, format: FormatCode, tier: Tier
+) -> None:
+    """Of every slice the first of its largest, whatever numbers, ties and infinities there are; and
+    rows of which nothing else is read are not written."""
+    rng = np.random.default_rng(vocab * 100 + tokens)
+    logits = rng.standard_normal((tokens, vocab)).astype(np.float32)
+    for row, x in enumerate(logits):
+        ids = rng.integers(0, vocab, 9)
+        match row % 6:
+            case 1:
+                x[ids] = 9.0
+            case 2:
+                x[ids], x[: vocab // 2] = np.inf, np.nan
+            case 3:
+                x[:] = np.nan if row % 4 else -np.inf
+            case 4:
+                x[:] = -np.inf
+                x[ids] = np.nan
+            case 5:
+                x[:], x[ids] = -abs(x), 0.0
+    flags = rng.integers(0, 2, tokens) if tokens > 1 else np.zeros(1, int)
+    records = Guarded(tokens * RECORD_BYTES)
+    records.view[:] = 0
+    records.view.reshape(tokens, -1)[:, Field.FLAGS] = flags * PEAK_ONLY + WANT_LOGPROB
+    case = Case(format, vocab, 32, tokens, of=Rows.OUTPUTS)
+    data = data_of(case)
+    rig = Rig(
+        num_tokens=tokens + 1,
+        num_outputs=tokens,
+        arrays={"src": data.src, "add": logits},
+        weights={("w", 0): bytes(len(data.weight))},  # zeros: what is added is the product
+        sampling=records,
+    )
+    element = Element.Q8 if case.is_quantized else Element.F32
+    op = MatMul(
+        Buffer("src", 32, Rows.OUTPUTS, element),
+        Buffer("logits", vocab, Rows.OUTPUTS),
+        Weight("w", 0, format, vocab, 32),
+        add=Buffer("add", vocab, Rows.OUTPUTS),
+        peaks=Sample.peaks_buffer("peaks"),
+    )
+    rig.run(op, tier, pieces=3)
+    assert rig.value("peaks").tobytes() == peaks(logits).tobytes()
+    written = rig.value("logits")
+    assert np.isnan(written[flags == 1]).all()
+    assert np.array_equal(written[flags == 0], logits[flags == 0], equal_nan=True)
 
 
 def test_layout_puts_weights_where_the_pictures_say() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,14 @@ from numpy.typing import NDArray
 
 from jitllm.jit.emit import Kernel, f32v, i32
 from jitllm.jit.tiers import PLAIN, Tier, available
+from jitllm.kernels.matmul.reference import peaks
 from jitllm.kernels.op import Buffer, Rows
 from jitllm.kernels.sample import (
     PAIR_BYTES,
+    PEAK_ONLY,
     RECORD_BYTES,
+    WANT_LOGPROB,
+    Field,
     Sample,
     Sampled,
     Settings,
@@ -80,8 +85,13 @@ def run_top(
         ),
         np.uint8,
     )
-    rig = Rig(0, rows, arrays={"logits": logits}, sampling=records)
-    op = Sample(Buffer("logits", vocab, Rows.OUTPUTS), Sample.scratch_buffer("scratch", vocab))
+    arrays = {"logits": logits, "peaks": peaks(logits)}
+    rig = Rig(0, rows, arrays=arrays, sampling=records)
+    op = Sample(
+        Buffer("logits", vocab, Rows.OUTPUTS),
+        Sample.scratch_buffer("scratch", vocab),
+        Sample.peaks_buffer("peaks") if isinstance(tier, Tier) else None,
+    )
     rig.run(op, tier, pieces)
     records.check()
     for top in tops:
@@ -482,3 +492,32 @@ def test_records_have_the_documented_size() -> None:
     """And a round trip of the results."""
     assert len(Settings().pack()) == RECORD_BYTES
     assert Sampled.unpack(Settings().pack()) == Sampled(0, 0.0, 0.0)
+
+
+# --- which outputs need their logits --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "lists", "is_peak"),
+    [
+        ({}, {}, True),
+        ({"temperature": math.nan, "top_k": 5, "seed": 9}, {}, True),
+        ({"keep_logits": True}, {}, False),
+        ({"temperature": 0.7}, {}, False),
+        ({"want_logprob": True}, {}, False),
+        ({"target": 0}, {}, False),
+        ({"repeat_penalty": 1.1}, {}, False),
+        ({"frequency_penalty": 0.1}, {}, False),
+        ({"presence_penalty": -0.1}, {}, False),
+        ({}, {"num_bias": 1}, False),
+        ({}, {"num_top": 1}, False),
+    ],
+    ids=str,
+)
+def test_only_a_plain_peak_can_do_without_logits(
+    settings: dict[str, Any], lists: dict[str, int], is_peak: bool
+) -> None:
+    record = Settings(**{"keep_logits": False, **settings}).pack(**lists)
+    (flags,) = struct.unpack_from("<i", record, Field.FLAGS)
+    assert bool(flags & PEAK_ONLY) == is_peak
+    assert bool(flags & WANT_LOGPROB) == settings.get("want_logprob", False)

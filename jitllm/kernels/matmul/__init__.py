@@ -26,6 +26,12 @@ class MatMul:
       the min covers.
     - Float: acc = fma(float(w), x, acc) in column order.
     Then acc + bias, then acc * scale (rounded to f32), then acc + add.
+
+    peaks: of an output head (dst then has a row for each output), where sampling begins: see
+    `Sample.peaks_buffer`. For each slice of the weight rows a pair of the first that has the
+    largest dst of the slice and that value; (weight.rows, -inf) where no dst of it is a number.
+    Rows of dst whose sampling record has the flag PEAK_ONLY are not written then. None on a device
+    that looks for peaks itself.
     """
 
     src: Buffer
@@ -34,6 +40,7 @@ class MatMul:
     bias: Weight | None = None
     add: Buffer | None = None
     scale: float = 1.0
+    peaks: Buffer | None = None
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
@@ -42,8 +49,8 @@ class MatMul:
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
-        """The product."""
-        return (self.dst,)
+        """The product, and its peaks."""
+        return (self.dst,) if self.peaks is None else (self.dst, self.peaks)
 
     @property
     def weights(self) -> tuple[Weight, ...]:

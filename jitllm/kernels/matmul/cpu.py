@@ -9,6 +9,7 @@ after it is fetched: memory and arithmetic overlap. Knows no model and no thread
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from jitllm.jit.emit import Kernel, Value, Var, f32, f32v, i32, i32v, i64
@@ -39,13 +40,15 @@ from jitllm.kernels.matmul.groups import (
     super_scales,
     unpacker,
 )
+from jitllm.kernels.matmul.peaks import Peaks, slice_tiles
 from jitllm.kernels.op import PANEL_TOKENS, Count, Ctx, Env, KernelSpec, Launch, Rows, f32_bits
+from jitllm.kernels.sample import NUM_PEAKS, PEAK_ONLY, RECORD_BYTES, Field
 
 SRC, DST, WEIGHT, BIAS, ADD, SRC_STRIDE, DST_STRIDE = range(7)
-GROUPS, ROWS, TILES, COUNT_WORD, SCALE = range(7, 12)
+GROUPS, ROWS, COUNT_WORD, SCALE, PEAKS = range(7, 12)
 """Argument words: addresses (BIAS and ADD may be 0), bytes between rows (ADD's are DST's), groups
-of a row, weight rows, tiles, the word of the step context that counts the activation rows, and the
-bits of the scale."""
+of a row, weight rows, the word of the step context that counts the activation rows, the bits of the
+scale, and where the peaks of an output head go."""
 
 FAR_BYTES = 8 << 20
 """From this size on results are written past the caches: they are out of them again before anybody
@@ -56,7 +59,7 @@ Step = Callable[[Value, Sequence[Value], Sequence[Var]], None]
 
 
 def launches(op: MatMul, env: Env) -> list[Launch]:
-    """One launch: panels times tiles."""
+    """One launch: panels times tiles, or times slices where peaks are wanted."""
     is_outputs = op.src.rows is Rows.OUTPUTS
     tiles = num_tiles(op.weight.rows)
     args = (
@@ -69,34 +72,50 @@ def launches(op: MatMul, env: Env) -> list[Launch]:
         op.dst.stride_bytes,
         FORMATS[op.weight.format].padded_cols(op.weight.cols) // GROUP,
         op.weight.rows,
-        tiles,
         int(Ctx.NUM_OUTPUTS if is_outputs else Ctx.NUM_TOKENS),
         f32_bits(op.scale),
+        env.buffer(op.peaks) if op.peaks else 0,
     )
     count = Count.OUTPUT_PANELS if is_outputs else Count.TOKEN_PANELS
-    spec = KernelSpec.of("matmul", format=op.weight.format.name)
-    return [Launch(spec, count, tiles, args)]
+    format = op.weight.format.name
+    if op.peaks is None:
+        return [Launch(KernelSpec.of("matmul", format=format), count, tiles, args)]
+    assert is_outputs, "peaks are of outputs"
+    return [Launch(KernelSpec.of("matmul", format=format, peaks=True), count, NUM_PEAKS, args)]
 
 
-def emit(k: Kernel, *, format: str) -> None:
-    """The kernel of one weight format."""
+def emit(k: Kernel, *, format: str, peaks: bool = False) -> None:
+    """The kernel of one weight format, or of an output head in it."""
     fmt = FORMATS[FormatCode[format]]
     product = Product(k, fmt, k.arg(GROUPS), SRC_STRIDE)
-    tiles = k.arg(TILES)
+    tiles = (k.arg(ROWS) + (TILE_ROWS - 1)).udiv(TILE_ROWS)
     num_rows = k.load(k.params[0] + k.arg(COUNT_WORD) * 8, i64)
     is_aligned = ((k.arg(DST) | k.arg(DST_STRIDE)) & (WORD_ROW_BYTES - 1)).eq(0)
     is_far = is_aligned & (num_rows * k.arg(DST_STRIDE) >= FAR_BYTES)
-    with k.items() as item:
-        panel, tile = item.udiv(tiles), item.urem(tiles)
-        start = panel * PANEL_TOKENS
-        stop = k.min(start + PANEL_TOKENS, num_rows)
+
+    def multiply(tile: Value, start: Value, stop: Value, found: Peaks | None = None) -> None:
         product.rows(
             k.arg(WEIGHT) + tile * product.tile_bytes,
             start,
             stop,
             lambda row: k.arg(SRC) + row * k.arg(SRC_STRIDE),
-            lambda row, size: _finish(k, tile, row, size, product.sums, is_far),
+            lambda row, size: _finish(k, tile, row, size, product.sums, is_far, found),
         )
+
+    per_panel = k.const(NUM_PEAKS) if peaks else tiles
+    with k.items() as item:
+        panel, part = item.udiv(per_panel), item.urem(per_panel)
+        start = panel * PANEL_TOKENS
+        stop = k.min(start + PANEL_TOKENS, num_rows)
+        if peaks:
+            found, width = Peaks(k, start), slice_tiles(tiles)
+            first = k.min(part * width, tiles)
+            found.begin(stop, k.arg(ROWS))
+            with k.loop(first, k.min(first + width, tiles)) as tile:
+                multiply(tile, start, stop, found)
+            found.end(stop, part, k.arg(PEAKS))
+        else:
+            multiply(part, start, stop)
     product.finish()
 
 
@@ -305,7 +324,15 @@ def _floats(k: Kernel, fmt: Format) -> Step:
     return step
 
 
-def _finish(k: Kernel, tile: Value, row: Value, size: Value, sums: Value, is_far: Value) -> None:
+def _finish(
+    k: Kernel,
+    tile: Value,
+    row: Value,
+    size: Value,
+    sums: Value,
+    is_far: Value,
+    peaks: Peaks | None,
+) -> None:
     """(sums + bias) * scale + add, to dst; only the weight rows that exist are read and written."""
     bias, add, dst, stride = (k.arg(word) for word in (BIAS, ADD, DST, DST_STRIDE))
     scale = k.arg(SCALE).trunc(i32).as_f32()
@@ -321,16 +348,29 @@ def _finish(k: Kernel, tile: Value, row: Value, size: Value, sums: Value, is_far
             y.set(y.get() + k.load(add + at, kind))
         return y.get()
 
+    def only(condition: Value | None) -> AbstractContextManager[object]:
+        return nullcontext() if condition is None else k.if_(condition)
+
+    def is_kept(r: Value) -> Value:
+        record = k.ctx(Ctx.SAMPLING) + (row + r) * RECORD_BYTES
+        return (k.load(record + Field.FLAGS, i32) & PEAK_ONLY).eq(0)
+
     with k.loop(0, size) as r:
         sum_at, at = sums + r * WORD_ROW_BYTES, (row + r) * stride + column
+        kept = is_kept(r) if peaks else None
         with k.if_else(lanes >= TILE_ROWS) as (whole, ragged):
             with whole:
                 y = result(sum_at, at, column, f32v)
-                with k.if_else(is_far) as (far, near):
+                if peaks:
+                    peaks.look(row + r, tile * TILE_ROWS, y)
+                with only(kept), k.if_else(is_far) as (far, near):
                     with far:
                         k.store(y, dst + at, align=WORD_ROW_BYTES, is_far=True)
                     with near:
                         k.store(y, dst + at)
             with ragged, k.loop(0, lanes) as lane:
                 y = result(sum_at + lane * 4, at + lane * 4, column + lane * 4, f32)
-                k.store(y, dst + at + lane * 4)
+                if peaks:
+                    peaks.look(row + r, tile * TILE_ROWS + lane, y)
+                with only(kept):
+                    k.store(y, dst + at + lane * 4)

@@ -25,6 +25,7 @@ from jitllm.kernels.layout import (
     FormatCode,
     num_tiles,
 )
+from jitllm.kernels.sample import NUM_PEAKS
 
 F32s = NDArray[np.float32]
 
@@ -208,6 +209,21 @@ def matmul(
         total = total + bias
     total = total * np.float32(scale)
     return total if add is None else total + add
+
+
+def peaks(product: F32s) -> F32s:
+    """What `MatMul.peaks` holds of a product f32 [outputs, weight rows]: pairs, as f32 [outputs,
+    2 * NUM_PEAKS] of which every other one is an i32."""
+    num_rows, num_ids = product.shape
+    width = -(-num_tiles(num_ids) // NUM_PEAKS) * TILE_ROWS
+    pairs = np.zeros((num_rows, NUM_PEAKS), np.dtype([("id", "<i4"), ("value", "<f4")]))
+    pairs["id"], pairs["value"] = num_ids, -np.inf
+    for row, start in np.ndindex(num_rows, -(-num_ids // width)):
+        values = product[row, start * width : (start + 1) * width]
+        if not np.isnan(values).all():
+            largest = np.nanmax(values)
+            pairs[row, start] = (start * width + np.argmax(values == largest), largest)
+    return pairs.view(np.float32)
 
 
 def _integer_product(fmt: Format, weights: Integers, src: NDArray[np.uint8]) -> F32s:

@@ -46,11 +46,15 @@ class Field(IntEnum):
     NUM_TOP = 100
 
 
-NUM_PEAKS = 32
-"""Slices of an output's logits, each a pair of the first id of its largest logit and that one."""
+NUM_PEAKS = 128
+"""Slices of an output's logits, each a pair of the first id of its largest logit and that one: so
+many tiles of the vocabulary, rounded up, are a slice, and the last ones may have fewer or none."""
 
 WANT_LOGPROB = 1
 """Flag: compute TOKEN_LOGPROB too (it costs a pass over the vocabulary)."""
+
+PEAK_ONLY = 2
+"""Flag: of this output's logits nothing is read but the largest, so they need not be written."""
 
 MIN_TEMPERATURE = 2.0**-20
 """Below it sampling is greedy."""
@@ -81,7 +85,7 @@ class Settings:
 
     seed, position: the random number is a function of these two, whatever the batch.
     top_k: 0 for off. top_p: 1 for off. min_p: 0 for off. repeat_penalty: 1 for off.
-    target: an id whose log-probability is wanted, or -1.
+    target: an id whose log-probability is wanted, or -1. keep_logits: somebody reads them later.
     """
 
     seed: int = 0
@@ -95,6 +99,20 @@ class Settings:
     presence_penalty: float = 0.0
     target: int = -1
     want_logprob: bool = False
+    keep_logits: bool = True
+
+    @property
+    def _is_peak(self) -> bool:
+        """Whether the largest logit as it came is all that anybody asks for, biases and the top
+        list apart."""
+        penalises = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) != (
+            1,
+            0,
+            0,
+        )
+        is_greedy = not self.temperature >= MIN_TEMPERATURE
+        wants_more = self.keep_logits or self.want_logprob or self.target >= 0
+        return is_greedy and not penalises and not wants_more
 
     def pack(
         self,
@@ -109,6 +127,9 @@ class Settings:
         """The record, results zero. history: address of `num_history` i32 ids to penalise. bias:
         address of `num_bias` pairs (`pack_pairs`). top: address of room for `num_top` pairs. All
         of it must stay there until the step is done."""
+        flags = WANT_LOGPROB if self.want_logprob else 0
+        if self._is_peak and not num_bias and not num_top:
+            flags |= PEAK_ONLY
         settings = _SETTINGS.pack(
             self.seed % 2**64,
             self.position,
@@ -122,7 +143,7 @@ class Settings:
             self.frequency_penalty,
             self.presence_penalty,
             self.target,
-            WANT_LOGPROB if self.want_logprob else 0,
+            flags,
         )
         lists = _LISTS.pack(bias, top, num_bias, num_top)
         return (settings.ljust(Field.BIAS, b"\0") + lists).ljust(RECORD_BYTES, b"\0")
@@ -155,8 +176,9 @@ class Sample:
     """One token per output from `logits`, f32 [outputs, vocab], which are never written.
 
     `Ctx.SAMPLING` addresses one record (`Field`) per output. scratch: `scratch_buffer`, for the
-    changed logits and the candidates; greedy sampling without biases and penalties touches only
-    its first NUM_PEAKS pairs.
+    changed logits and the candidates; greedy sampling without biases and penalties touches none of
+    it. peaks: `peaks_buffer`, where the product that made the logits left the largest of each slice
+    (`MatMul.peaks`); None on a device that looks for them itself.
 
     A NaN counts as absent. The stages, in this order:
 
@@ -189,6 +211,12 @@ class Sample:
 
     logits: Buffer
     scratch: Buffer
+    peaks: Buffer | None = None
+
+    @staticmethod
+    def peaks_buffer(name: str) -> Buffer:
+        """Room for the pairs of all slices: an i32 and an f32 each."""
+        return Buffer(name, NUM_PEAKS * PAIR_BYTES // 4, Rows.OUTPUTS)
 
     @staticmethod
     def scratch_buffer(name: str, vocab: int) -> Buffer:
@@ -198,8 +226,8 @@ class Sample:
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
-        """The logits; the settings come from the step context."""
-        return (self.logits,)
+        """The logits and their peaks; the settings come from the step context."""
+        return (self.logits,) if self.peaks is None else (self.logits, self.peaks)
 
     @property
     def writes(self) -> tuple[Buffer, ...]:

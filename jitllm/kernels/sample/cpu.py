@@ -1,7 +1,7 @@
 """Sampling on the CPU: an item is one output.
 
-Before that, the peak of each slice of an output's logits is an item, so that threads share the one
-pass that greedy sampling needs.
+It begins with the peak of each slice of an output's logits, which the product that made them has
+left: greedy sampling needs no more, and no logit is read again for it.
 
 Whole-vocabulary passes are vector passes that touch nothing but the logits: the largest logit, the
 sum of weights, and a count above eight distances from the top, which narrows the vocabulary to a
@@ -27,7 +27,7 @@ from jitllm.kernels.sample import (
     Sample,
 )
 
-LOGITS, STRIDE, VOCAB, SCRATCH, SCRATCH_STRIDE = range(5)
+LOGITS, STRIDE, VOCAB, SCRATCH, SCRATCH_STRIDE, PEAKS = range(6)
 """Argument words: addresses, bytes between rows, ids."""
 
 _STEP = 4 * LANES
@@ -42,18 +42,17 @@ Weigh = Callable[[Value], Value]
 
 
 def launches(op: Sample, env: Env) -> list[Launch]:
-    """The peaks of all slices, then the outputs."""
+    """One launch."""
+    assert op.peaks is not None, "the CPU leaves it to the output head to find the peaks"
     args = (
         env.buffer(op.logits),
         op.logits.stride_bytes,
         op.logits.width,
         env.buffer(op.scratch),
         op.scratch.stride_bytes,
+        env.buffer(op.peaks),
     )
-    return [
-        Launch(KernelSpec.of("sample", peaks=True), Count.OUTPUTS, NUM_PEAKS, args),
-        Launch(KernelSpec.of("sample", peaks=False), Count.OUTPUTS, 1, args),
-    ]
+    return [Launch(KernelSpec.of("sample"), Count.OUTPUTS, 1, args)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +82,8 @@ class _List:
         return self.k.select(self.listed.get(), listed, index.trunc(i32))
 
 
-def emit(k: Kernel, *, peaks: bool) -> None:
-    """Either kernel; they serve every vocabulary."""
-    if peaks:
-        _find_peaks(k)
-        return
+def emit(k: Kernel) -> None:
+    """The kernel of every vocabulary."""
     vocab = k.arg(VOCAB)
     with k.items() as item:
         raw = k.arg(LOGITS) + item * k.arg(STRIDE)
@@ -95,34 +91,12 @@ def emit(k: Kernel, *, peaks: bool) -> None:
         record = k.ctx(Ctx.SAMPLING) + item * RECORD_BYTES
         ids = scratch + (k.arg(SCRATCH_STRIDE) >> 1)
         row = _List(k, k.var(raw), k.var(vocab), k.var(0, i1), scratch, ids)
-        peak = _highest_peak(k, scratch, vocab)
+        peak = _highest_peak(k, k.arg(PEAKS) + item * (NUM_PEAKS * PAIR_BYTES), vocab)
         _add_biases(row, record)
         _penalise(row, record)
         token = _choose(row, record, raw, peak)
         k.store(token, record + Field.TOKEN)
         _log_probabilities(k, raw, vocab, token, record, peak[0])
-
-
-# --- peaks --------------------------------------------------------------------------------------
-
-
-def _find_peaks(k: Kernel) -> None:
-    """An item is a slice of a row: its largest logit and the first id that has it, or -inf and the
-    size of the vocabulary."""
-    vocab = k.arg(VOCAB)
-    width = (vocab + (NUM_PEAKS * _STEP - 1)).udiv(NUM_PEAKS * _STEP) * _STEP
-    with k.items() as item:
-        output, slice_ = item.udiv(NUM_PEAKS), item.urem(NUM_PEAKS)
-        start = k.min(slice_ * width, vocab)
-        count = k.min(width, vocab - start)
-        logits = k.arg(LOGITS) + output * k.arg(STRIDE) + start * 4
-        row = _List(k, k.var(logits), k.var(count), k.var(0, i1), logits, logits)
-        top = _largest(row)
-        first = _first(row, lambda x: x.eq(top))
-        found = k.select(first < 0, vocab, start + first)
-        peak = k.arg(SCRATCH) + output * k.arg(SCRATCH_STRIDE) + slice_ * PAIR_BYTES
-        k.store(found.trunc(i32), peak)
-        k.store(top, peak + 4)
 
 
 def _highest_peak(k: Kernel, peaks: Value, vocab: Value) -> tuple[Value, Value]:
