@@ -58,6 +58,8 @@ def _result(span: Span, outputs: Sequence[_Output], row: int, tops: bytes) -> Sp
     if not outputs:
         return SpanResult(span.sequence, None, 0.0)
     last = outputs[-1]
+    if span.outputs is SpanOutputs.LAST and not last.num_top:  # as nearly always
+        return SpanResult(span.sequence, last.token if span.sample else None, last.token_logprob)
     found = [_top(tops, row + at, last.num_top) for at in range(len(outputs) * bool(last.num_top))]
     known = [output.target_logprob for output in outputs if output.target >= 0]
     wants_prompt = span.outputs is SpanOutputs.ALL

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 
+import h11
 import pytest
 from fastapi import FastAPI
 
 from jitllm.cli.daemon.http import HttpServer, Protocol
+from tests.api.conftest import events
 
 
 class Hasty(Protocol):
@@ -58,6 +61,45 @@ async def test_a_head_that_is_too_large_is_refused(port: int, end: bytes) -> Non
     status = int((await reader.readline()).split()[1])
     assert status in (400, 431)  # read in pieces, read as a whole
     await reader.read()
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_replies_are_framed_as_their_protocol_says(
+    port: int, version: str, stream: bool
+) -> None:
+    """To the letter, as another implementation reads them: one after the other, the last at the
+    end of its connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    client = h11.Connection(h11.CLIENT)
+    ask = {"model": "fake", "prompt": "Hi", "temperature": 0, "stream": stream}
+    body = json.dumps(ask).encode()
+    for number in range(1 if version == "1.0" else 3):
+        is_last = number == 2
+        head = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body))}
+        head |= {"Connection": "close"} if is_last else {}
+        sent = client.send(
+            h11.Request(method="POST", target="/v1/completions", headers=[*head.items()])
+        )
+        client.send(h11.Data(data=body))
+        client.send(h11.EndOfMessage())
+        writer.write(sent.replace(b"HTTP/1.1", f"HTTP/{version}".encode()) + body)
+        said = b""
+        while not isinstance(event := client.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                client.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, h11.Data):
+                said += event.data
+        if stream:
+            chunks = events(said.decode())
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello, world"
+        else:
+            assert json.loads(said)["choices"][0]["text"] == "Hello, world"
+        if not is_last and version == "1.1":
+            client.start_next_cycle()
+    assert await reader.read() == b""
     writer.close()
     await writer.wait_closed()
 
