@@ -147,19 +147,27 @@ class Compute:
     ) -> None:
         """In the compute thread: step after step, until there is a reason to ask."""
         try:
-            phase, num_tokens = phase_of(spans), _num_tokens(spans)
-            stop, goes_on = self._runner.num_blocks, True
-            while goes_on:
-                rows = flight.decode.rows
-                self._run_together(rows, 0, stop, embeds=True, begins=True, ends=True)
-                self.num_tokens[phase] += num_tokens
-                phase, num_tokens = "decode", len(spans)
-                outcome = flight.decode.outcome()
-                goes_on = flight.goes_on and flight.decode.advance(outcome)
-                flight.outcomes.send(outcome, loop)
+            try:
+                self._go_on(flight, spans, loop)
+            finally:
+                flight.decode.settle()
             loop.call_soon_threadsafe(self._land, flight)
         except Exception as error:
             loop.call_soon_threadsafe(self._crash, flight, error)
+
+    def _go_on(
+        self, flight: Flight, spans: tuple[Span, ...], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        phase, num_tokens = phase_of(spans), _num_tokens(spans)
+        stop, goes_on = self._runner.num_blocks, True
+        while goes_on:
+            rows = flight.decode.rows
+            self._run_together(rows, 0, stop, embeds=True, begins=True, ends=True)
+            self.num_tokens[phase] += num_tokens
+            phase, num_tokens = "decode", len(spans)
+            outcome = flight.decode.outcome()
+            goes_on = flight.goes_on and flight.decode.advance(outcome)
+            flight.outcomes.send(outcome, loop)
 
     def _land(self, flight: Flight) -> None:
         """The last step of a flight is done."""

@@ -17,7 +17,15 @@ from actors.messages.device import Outcome
 from actors.seats import Seat
 from jitllm.devices.runner import Runner
 from jitllm.engine import MAX_TOP_LOGPROBS, TopLogprobs
-from jitllm.kernels.sample import PAIR_BYTES, RECORD_BYTES, Field, move_on, unpack_top
+from jitllm.kernels.sample import (
+    PAIR_BYTES,
+    RECORD_BYTES,
+    Field,
+    move_history,
+    move_to,
+    tokens_in,
+    unpack_top,
+)
 from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 
 TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
@@ -120,6 +128,7 @@ class Decode:
         self._describe = describe
         self._is_short = is_short
         self._first: Sequence[Span] | None = spans  # while it is the last one that was run
+        self._untold: list[list[int]] = []  # tokens of the last steps that no history has
         self._go_by(spans)
 
     def _go_by(self, spans: Sequence[Span]) -> None:
@@ -129,6 +138,9 @@ class Decode:
         self._positions = [span.stop - 1 for span in spans]
         self._outputs = [stop - 1 for stop in accumulate(span.num_outputs for span in spans)]
         self._num_outputs, self._num_tops = _counts(spans, self._seats)
+        self._penalised = [
+            (row, seat) for row, seat in enumerate(self._seats) if seat.sampling.penalises
+        ]
 
     def outcome(self) -> Outcome:
         """A copy of what the step gave that was run."""
@@ -165,16 +177,27 @@ class Decode:
             self._write(tokens)
         return True
 
+    def settle(self) -> None:
+        """Tell every sequence's history the tokens of all steps that were written down."""
+        count = len(self._untold)
+        for row, (position, seat) in enumerate(zip(self._positions, self._seats, strict=True)):
+            ids = array("i", [tokens[row] for tokens in self._untold])
+            seat.memory.write(position + 1 - count, ids)
+        self._untold.clear()
+
     def _tokens(self, records: bytes) -> list[int]:
         """The id that was drawn for each sequence: that of its last output."""
-        starts = (RECORD_BYTES * output + Field.TOKEN for output in self._outputs)
-        return [_I32.unpack_from(records, start)[0] for start in starts]
+        tokens = tokens_in(records)
+        return [tokens[output] for output in self._outputs]
 
     def _write(self, tokens: list[int]) -> None:
         """Row i is token i and output i, as it was in the step before."""
         step, records, count = self._runner.step, self._runner.records, len(tokens)
-        step.tokens[:count] = ids = array("i", tokens)
+        step.tokens[:count] = array("i", tokens)
         step.positions[:count] = array("i", self._positions)
-        for row, (position, seat) in enumerate(zip(self._positions, self._seats, strict=True)):
-            seat.memory.write(position, ids[row : row + 1])
-            move_on(records, row, position + 1, *seat.history(position))
+        move_to(records, array("Q", [position + 1 for position in self._positions]))
+        self._untold.append(tokens)
+        if self._penalised:
+            self.settle()
+            for row, seat in self._penalised:
+                move_history(records, row, *seat.history(self._positions[row]))

@@ -150,13 +150,8 @@ class Seats:
 
     def _seat_memory(self, message: Open) -> SeatMemory:
         sampling = message.sampling
-        penalises = (
-            sampling.repeat_penalty != 1
-            or sampling.frequency_penalty != 0
-            or sampling.presence_penalty != 0
-        )
         biases = pack_pairs(sampling.logit_bias)
-        return self._runner.seat(message.max_tokens, biases, reads_history=penalises)
+        return self._runner.seat(message.max_tokens, biases, reads_history=sampling.penalises)
 
     async def charge(self) -> Reserved:
         """Tell the supply what KV takes, and give up what was only kept where there is no room.

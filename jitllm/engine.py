@@ -45,6 +45,12 @@ class Sampling:
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def penalises(self) -> bool:
+        """Whether what was said before makes a difference."""
+        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1, 0, 0)
+
 
 class Priority(StrEnum):
     """Which waiting request is admitted first."""

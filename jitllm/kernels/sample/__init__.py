@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -63,7 +64,7 @@ WEIGHT_BITS = 40
 """A probability is a fixed-point number of this many fraction bits, relative to the largest one."""
 
 _SETTINGS = struct.Struct("<QQQIiffffffii")
-_MOVING = struct.Struct("<QQI")
+_HISTORY = struct.Struct("<QI")
 _RESULTS = struct.Struct("<iff")
 _LISTS = struct.Struct("<QQII")
 _PAIR = struct.Struct("<if")
@@ -105,14 +106,10 @@ class Settings:
     def _is_peak(self) -> bool:
         """Whether the largest logit as it came is all that anybody asks for, biases and the top
         list apart."""
-        penalises = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) != (
-            1,
-            0,
-            0,
-        )
+        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
         is_greedy = not self.temperature >= MIN_TEMPERATURE
         wants_more = self.keep_logits or self.want_logprob or self.target >= 0
-        return is_greedy and not penalises and not wants_more
+        return is_greedy and penalties == (1, 0, 0) and not wants_more
 
     def pack(
         self,
@@ -149,12 +146,22 @@ class Settings:
         return (settings.ljust(Field.BIAS, b"\0") + lists).ljust(RECORD_BYTES, b"\0")
 
 
-def move_on(
-    records: memoryview, output: int, position: int, history: int, num_history: int
-) -> None:
-    """Have a record that was packed for one token stand for another one of the same sequence."""
-    start = RECORD_BYTES * output + Field.POSITION
-    _MOVING.pack_into(records, start, position, history, num_history)
+def tokens_in(records: bytes) -> list[int]:
+    """TOKEN of every record."""
+    return memoryview(records).cast("i")[Field.TOKEN // 4 :: RECORD_BYTES // 4].tolist()
+
+
+def move_to(records: memoryview, positions: array[int]) -> None:
+    """Have records that were packed for one token stand for other ones of the same sequences, at
+    `positions`: u64, of the first records. Their histories are where they were."""
+    stride = RECORD_BYTES // 8
+    stop = len(positions) * stride
+    records.cast("Q")[Field.POSITION // 8 : stop : stride] = positions
+
+
+def move_history(records: memoryview, output: int, history: int, num_history: int) -> None:
+    """Have the record of an output look at another piece of its sequence."""
+    _HISTORY.pack_into(records, RECORD_BYTES * output + Field.HISTORY, history, num_history)
 
 
 @dataclass(frozen=True, slots=True)
