@@ -27,6 +27,15 @@ Chunk = tuple[Part, ...]
 positions for each of the KV head's rows."""
 
 
+class Place(NamedTuple):
+    """Where a chunk is looked for. table: address of the block's column of a sequence's page table.
+    position: of its first key."""
+
+    table: Value
+    kv_head: Value
+    position: Value
+
+
 class Chunks:
     """Emits what finds chunks. column: byte offset of the block's column in a page table.
     table_row: bytes of a row of it."""
@@ -51,14 +60,19 @@ class Chunks:
                 k.stack(i8, own * CHUNK_KEYS * size) for own, _, size in self._matrices
             ]
 
-    def chunk(self, table: Value, kv_head: Value, base: Value, start: Value, stop: Value) -> Chunk:
-        """The chunk from `base` on. Only pages that hold a key of [start, stop) are touched.
-        table: address of the block's column of the sequence's page table."""
-        k = self.k
+    def chunk(self, place: Place, start: Value, stop: Value, after: Place) -> Chunk:
+        """The chunk at a place. Only pages that hold a key of [start, stop) are touched, but that
+        what follows the last of these chunks, `after`, is fetched."""
+        k, (table, kv_head, base) = self.k, place
         if self.page_tokens >= CHUNK_KEYS:
             here = self._page(table, kv_head, base)
-            following = k.min(base + CHUNK_KEYS, (stop - 1) & -CHUNK_KEYS)
-            there = self._page(table, kv_head, following)
+            following = base + CHUNK_KEYS
+            is_last = following >= stop
+            next_one = (
+                k.select(is_last, a, b)
+                for a, b in zip(after, (table, kv_head, following), strict=True)
+            )
+            there = self._page(*next_one)
             return tuple(Part(at, then - at) for at, then in zip(here, there, strict=True))
         first = k.max(base, start & -self.page_tokens)
         with k.loop(first, k.min(base + CHUNK_KEYS, stop), self.page_tokens) as position:

@@ -33,7 +33,7 @@ from jitllm.jit.emit import (
     spans,
 )
 from jitllm.kernels.attention import CHUNK_KEYS, Attention
-from jitllm.kernels.attention.chunks import Chunk, Chunks
+from jitllm.kernels.attention.chunks import Chunk, Chunks, Place
 from jitllm.kernels.layout import GROUP
 from jitllm.kernels.op import Count, Ctx, Env, KernelSpec, Launch
 
@@ -212,8 +212,7 @@ class _Body:
         at = k.ctx(Ctx.RANGES) + row_of * 16
         keys = k.load(at, i64), k.load(at + 8, i64)
         with k.if_(keys[0] < keys[1]):
-            table = k.load(k.ctx(Ctx.TABLES) + row_of * 8, i64) + k.arg(2)
-            self.attend(token, num_tokens, head, num_heads, table, keys)
+            self.attend(token, num_tokens, head, num_heads, row_of, keys)
 
     def attend(
         self,
@@ -221,7 +220,7 @@ class _Body:
         num_tokens: Value,
         head: Value,
         num_heads: Value,
-        table: Value,
+        row_of: Value,
         keys: tuple[Value, Value],
     ) -> None:
         """An item whose launch has some of its sequence's keys."""
@@ -229,15 +228,45 @@ class _Body:
         start, stop = self.begin(token, num_tokens, head, num_heads, keys)
         kv_head = head.udiv(shape.heads // shape.kv_heads)
         rows = num_tokens * num_heads
+        table = self.table(row_of)
+        after = self.after(token + num_tokens, Place(table, kv_head, start), row_of, stop)
 
         with k.loop(start & -CHUNK_KEYS, stop, CHUNK_KEYS) as base:
-            chunk = self.chunks.chunk(table, kv_head, base, start, stop)
+            chunk = self.chunks.chunk(Place(table, kv_head, base), start, stop, after)
             self.tiles(rows, lambda row, count: self.score(row, count, chunk))
             with k.loop(0, rows) as row:
                 self.weigh(row, base)
             self.tiles(rows, lambda row, count: self.accumulate(row, count, base, chunk))
         with k.loop(0, rows) as row:
             self.finish(row)
+
+    def table(self, row_of: Value) -> Value:
+        """Address of the block's column of a sequence's page table."""
+        k = self.k
+        return k.load(k.ctx(Ctx.TABLES) + row_of * 8, i64) + k.arg(2)
+
+    def after(self, token: Value, first: Place, row_of: Value, stop: Value) -> Place:
+        """What is probably looked at after an item's last chunk: the first one of its sequence's
+        next KV head or of the sequence after it, whose first token is `token`; else that last one.
+
+        first: where the item begins. stop: where its keys end.
+        """
+        k, shape = self.k, self.shape
+        has_heads = (first.kv_head + 1) < shape.kv_heads
+        there = k.min(token, k.ctx(Ctx.NUM_TOKENS) - 1)
+        other = k.load(k.ctx(Ctx.ROW_OF) + there * 4, i32).zext(i64)
+        position = k.load(k.ctx(Ctx.POSITIONS) + there * 4, i32).zext(i64) + 1
+        begin = k.max(position - k.arg(4), k.const(0)) if shape.windowed else k.const(0)
+        is_same = other.eq(row_of)
+
+        def choose(head: Value, sequence: Value, neither: Value) -> Value:
+            return k.select(has_heads, head, k.select(is_same, neither, sequence))
+
+        return Place(
+            choose(first.table, self.table(other), first.table),
+            choose(first.kv_head + 1, k.const(0), first.kv_head),
+            choose(first.position, begin, stop - 1) & -CHUNK_KEYS,
+        )
 
     def begin(
         self,
