@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from struct import Struct
-from typing import NamedTuple
 
 from actors.messages.device import Outcome
 from actors.seats import Seat
@@ -33,26 +32,17 @@ TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 
 _I32 = Struct("<i")
 
-
-class _Output(NamedTuple):
-    """What is read of a record."""
-
-    target: int
-    token: int
-    token_logprob: float
-    target_logprob: float
-    num_top: int
-
-
+_Output = tuple[int, int, float, float, int]
 _OUTPUT = Struct(
     f"<{Field.TARGET}xi{Field.TOKEN - Field.TARGET - 4}xiff"
     f"{Field.NUM_TOP - Field.TARGET_LOGPROB - 4}xI{RECORD_BYTES - Field.NUM_TOP - 4}x"
 )
+"""Of a record: TARGET, TOKEN, TOKEN_LOGPROB, TARGET_LOGPROB, NUM_TOP."""
 
 
 def results(spans: Sequence[Span], outcome: Outcome) -> tuple[SpanResult, ...]:
     """What an outcome says of each span of its step."""
-    outputs = [_Output(*fields) for fields in _OUTPUT.iter_unpack(outcome.records)]
+    outputs = list(_OUTPUT.iter_unpack(outcome.records))
     found, row = [], 0
     for span in spans:
         stop = row + span.num_outputs
@@ -65,16 +55,16 @@ def _result(span: Span, outputs: Sequence[_Output], row: int, tops: bytes) -> Sp
     """row: the first of its outputs in the step."""
     if not outputs:
         return SpanResult(span.sequence, None, 0.0)
-    last = outputs[-1]
-    if span.outputs is SpanOutputs.LAST and not last.num_top:  # as nearly always
-        return SpanResult(span.sequence, last.token if span.sample else None, last.token_logprob)
-    found = [_top(tops, row + at, last.num_top) for at in range(len(outputs) * bool(last.num_top))]
-    known = [output.target_logprob for output in outputs if output.target >= 0]
+    _, token, logprob, _, num_top = outputs[-1]
+    if span.outputs is SpanOutputs.LAST and not num_top:  # as nearly always
+        return SpanResult(span.sequence, token if span.sample else None, logprob)
+    found = [_top(tops, row + at, num_top) for at in range(len(outputs) if num_top else 0)]
+    known = [target_logprob for target, _, _, target_logprob, _ in outputs if target >= 0]
     wants_prompt = span.outputs is SpanOutputs.ALL
     return SpanResult(
         span.sequence,
-        last.token if span.sample else None,
-        last.token_logprob,
+        token if span.sample else None,
+        logprob,
         prompt_logprobs=tuple(known) if wants_prompt else (),
         top_logprobs=found[-1] if span.sample and found else (),
         prompt_top_logprobs=tuple(found[: len(known)]) if wants_prompt else (),

@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 
 from jitllm import __version__
 from jitllm.api import chat, completions, control, errors, health, parking, placement
+from jitllm.api.direct import Direct
 from jitllm.api.edge import Edge
 from jitllm.api.models import Models, Served
 from jitllm.api.openapi import REPLIES
@@ -31,6 +32,7 @@ def create_app(models: Models, limits: Limits | None = None) -> FastAPI:
     app.state.service = Service(models=models, limits=limits)
     app.state.pulse = health.Pulse(limits.stats_timeout_s, limits.stuck_after_s)
     errors.install(app, FIELD_NAMES)
+    app.add_middleware(Direct, routers=(chat.router, completions.router), field_names=FIELD_NAMES)
     app.add_middleware(Edge, limits=limits)
     # What is below a model comes before the model: its name may have slashes.
     below = (placement.router, control.router)

@@ -136,7 +136,8 @@ def install(app: FastAPI, field_names: frozenset[str]) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error, field_names).response()
+        first: Mapping[str, Any] = error.errors()[0]
+        return invalid_body(first, first["loc"][1:], field_names).response()
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -162,10 +163,11 @@ def _refused(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
-def _invalid(error: RequestValidationError, field_names: frozenset[str]) -> ApiError:
-    """The first thing that is wrong with a request, and where."""
-    first: Mapping[str, Any] = error.errors()[0]
-    where, kind = first["loc"][1:], first["type"]
+def invalid_body(
+    first: Mapping[str, Any], where: Sequence[object], field_names: frozenset[str]
+) -> ApiError:
+    """The first thing that is wrong with a body, as Pydantic tells it, and where in the body."""
+    kind = first["type"]
     if kind == "json_invalid":
         problem = first.get("ctx", {}).get("error", "")
         return bad_request(f"the body is no JSON: {problem} at character {where[0]}")
