@@ -16,6 +16,7 @@ from functools import partial
 from actors.decode import Decode
 from actors.hosted import ExpertHost
 from actors.messages.device import AskExperts, Carried, Outcome, Step
+from actors.messages.pager import Lease
 from actors.mixtures import Mixtures
 from actors.overflow import Overflow
 from actors.parts import Parts
@@ -77,15 +78,18 @@ class Compute:
         """End the thread."""
         self._thread.shutdown()
 
-    async def run(self, message: Step) -> None:
-        """The blocks of a leg in order, as long a run at a time as is resident."""
+    async def run(self, message: Step, lease: Lease | None = None) -> None:
+        """The blocks of a leg in order, as long a run at a time as is resident.
+
+        lease: of the first run, where it was acquired before.
+        """
         start, is_first = message.start, True
         phase = phase_of(message.spans)
         self.num_tokens[phase] += _num_tokens(message.spans)
         rows = [(span.sequence, span.start) for span in message.spans]
         while is_first or start < message.stop:
-            is_any = start < message.stop
-            lease = await self._supply.acquire(start, message.stop, phase) if is_any else None
+            if lease is None and start < message.stop:
+                lease = await self._supply.acquire(start, message.stop, phase)
             stop = start if lease is None else min(lease.stop, message.stop)
             try:
                 await self._run_blocks(
@@ -100,7 +104,7 @@ class Compute:
             finally:
                 if lease is not None:
                     await self._supply.release(lease)
-            start, is_first = stop, False
+            start, is_first, lease = stop, False, None
 
     @property
     def asks_experts(self) -> bool:

@@ -57,6 +57,7 @@ from actors.messages.device import (
     Unpack,
     Unpacked,
 )
+from actors.messages.pager import Lease
 from actors.mixtures import Mixtures
 from actors.outbox import Outbox
 from actors.parcels import Parcels
@@ -71,7 +72,7 @@ from jitllm.memory.history import History
 from jitllm.memory.ownership import Ownership, Stale
 from jitllm.memory.pages import KvPages
 from jitllm.schedule.placement import shown_blocks
-from jitllm.schedule.step import Span
+from jitllm.schedule.step import Span, phase_of
 from jitllm.units import format_size
 
 R = TypeVar("R")
@@ -272,9 +273,7 @@ class Device(Actor):
 
     async def _step(self, message: Step) -> StepDone:
         await self._begin(message)
-        await self._compute.run(message)
-        for span in message.spans:
-            self._seats.publish(span.sequence, span.stop)
+        await self._run(message)
         if not message.has_head:
             hidden = self._hand_hidden(message)
             return StepDone(message.step_id, (), (), hidden, is_short=self._is_short)
@@ -292,6 +291,11 @@ class Device(Actor):
             last_hidden=last_hidden,
             is_short=self._is_short,
         )
+
+    async def _run(self, message: Step, lease: Lease | None = None) -> None:
+        await self._compute.run(message, lease)
+        for span in message.spans:
+            self._seats.publish(span.sequence, span.stop)
 
     async def _begin(self, message: Step) -> None:
         """Have pages for a leg, and everything written down that its kernels read."""
@@ -357,12 +361,14 @@ class Device(Actor):
     async def _steps(self, message: Steps) -> Parts[Outcome]:
         """As many as can be without anything between them; one at the least."""
         outcomes: Parts[Outcome] = Parts(self._compute.cut)
-        if self._is_alone:
-            await self._begin(message.first)
-            self._take_off(message.first.spans, outcomes)
-        else:  # the first step brings the lease with which the next ones fly
-            await self._step(message.first)
-            outcomes.put(self._outcome(message.first.spans))
+        first = message.first
+        await self._begin(first)
+        lease = await self._supply.acquire(first.start, first.stop, phase_of(first.spans))
+        if self._is_alone:  # the lease stays
+            self._take_off(first.spans, outcomes)
+        else:
+            await self._run(first, lease)
+            outcomes.put(self._outcome(first.spans))
             outcomes.end()
         return outcomes
 

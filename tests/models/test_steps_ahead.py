@@ -252,6 +252,18 @@ async def test_closing_does_not_wait_for_the_end(model: Path, native: Native) ->
 # --- the device alone -----------------------------------------------------------------------------
 
 
+async def test_steps_go_on_from_the_first_one_where_all_blocks_fit(model: Path) -> None:
+    async with serving(model) as loaded:
+        engine: Any = loaded.engine
+        device = engine._sites["cpu:0"].device
+        await device.ask(Open(1, (), 60, 60, SEEDED, False, 0, must_fit=True))  # gives leases back
+        span = Span(1, 0, tuple(PROMPT), SpanOutputs.LAST, sample=True)
+        steps = Steps(Step(1, (span,), 0, loaded.graph.num_blocks, has_head=True))
+        outcomes = [outcome async for outcome in device.follow(steps)]
+        await device.ask(Close((1,)))
+    assert len(outcomes) > 1
+
+
 @pytest.mark.parametrize("other", [Recall(), SHRINK, Close((5,)), "another step", None])
 async def test_what_comes_between_steps_that_go_on_changes_nothing(other: Any, model: Path) -> None:
     async with serving(model) as loaded:
