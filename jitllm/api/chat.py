@@ -38,8 +38,8 @@ class _Chat:
     prefix, param = "chatcmpl", "messages"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    async def choices(self, served: Served, body: ChatRequest) -> list[Choice]:
-        return await chat_choices(served, body)
+    async def choices(self, served: Served, body: ChatRequest, name: str) -> list[Choice]:
+        return await chat_choices(served, body, name)
 
     def whole(self, served: Served, body: ChatRequest, text: str, tokens: Sequence[Token]) -> Plain:
         message = {"role": "assistant", "content": text, "refusal": None}

@@ -239,8 +239,6 @@ async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, toget
     try again.
     """
     session.sequences += [choice.progress for choice in choices]
-    for choice in choices:
-        choice.request = replace(choice.request, name=session.id)
     places = asyncio.Semaphore(together)
     num_in_flight, ended = 0, asyncio.Event()
 

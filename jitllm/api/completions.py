@@ -38,8 +38,8 @@ class _Completion:
     prefix, param = "cmpl", "prompt"
     kind = chunk_kind = "text_completion"
 
-    async def choices(self, served: Served, body: CompletionRequest) -> list[Choice]:
-        return await completion_choices(served, body)
+    async def choices(self, served: Served, body: CompletionRequest, name: str) -> list[Choice]:
+        return await completion_choices(served, body, name)
 
     def whole(
         self, served: Served, body: CompletionRequest, text: str, tokens: Sequence[Token]

@@ -34,8 +34,8 @@ class Form(Protocol[Body]):
     kind: str
     chunk_kind: str
 
-    async def choices(self, served: Served, body: Body) -> list[Choice]:
-        """The choices of a request, to be run."""
+    async def choices(self, served: Served, body: Body, name: str) -> list[Choice]:
+        """The choices of a request, to be run; name: what the engine calls it."""
 
     def whole(self, served: Served, body: Body, text: str, tokens: Sequence[Token]) -> Plain:
         """A choice that has ended, but for its index, its ids and why it ended."""
@@ -76,7 +76,7 @@ async def _whole(
 ) -> None:
     with service.session(request, body.model, form.prefix) as serving:
         served = serving.served
-        choices = await form.choices(served, body)
+        choices = await form.choices(served, body, serving.session.id)
         found = [_Collected() for _ in choices]
 
         async def collect(choice: Choice, piece: Piece) -> None:
@@ -106,7 +106,7 @@ async def _stream(
 ) -> None:
     with service.session(request, body.model, form.prefix) as serving:
         served = serving.served
-        choices = await form.choices(served, body)
+        choices = await form.choices(served, body, serving.session.id)
         envelope = _envelope(serving, form.chunk_kind)
         no_usage = {"usage": None} if body.wants_usage else {}
         begun: set[int] = set()

@@ -19,9 +19,9 @@ from jitllm.engine import Outputs, Request
 from jitllm.errors import ContextOverflow, JitllmError
 
 
-async def chat_choices(served: Served, body: ChatRequest) -> list[Choice]:
-    """The choices of a chat request. Raises ApiError for a base model or a conversation that its
-    template refuses, ContextOverflow."""
+async def chat_choices(served: Served, body: ChatRequest, name: str) -> list[Choice]:
+    """The choices of a chat request; name: what the engine calls it. Raises ApiError for a base
+    model or a conversation that its template refuses, ContextOverflow."""
     if served.chat is None:
         raise bad_request(
             f"{served.id} is a base model without a chat template; "
@@ -35,20 +35,32 @@ async def chat_choices(served: Served, body: ChatRequest) -> list[Choice]:
     except JitllmError as error:  # whose mistake it is, the template or these messages, who knows
         raise bad_request(str(error), "messages") from error
     ids = await asyncio.to_thread(served.tokenizer.encode_rendered, text)
-    request = _request(served, body, body.limit, _checked(served, ids, "messages"))
-    request = replace(request, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs or 0)
+    request = _request(
+        served,
+        body,
+        _checked(served, ids, "messages"),
+        name,
+        limit=body.limit,
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
+    )
     return _choices(served, body, [request], [None])
 
 
-async def completion_choices(served: Served, body: CompletionRequest) -> list[Choice]:
-    """The choices of a completion request, those of a prompt side by side. Raises ApiError for
-    token ids that the model lacks and for an empty prompt, ContextOverflow."""
+async def completion_choices(served: Served, body: CompletionRequest, name: str) -> list[Choice]:
+    """The choices of a completion request, those of a prompt side by side; name: what the engine
+    calls it. Raises ApiError for token ids that the model lacks and for an empty prompt,
+    ContextOverflow."""
     prompts = [_checked(served, await _ids(served, prompt), "prompt") for prompt in body.prompts]
     wants_logprobs = body.logprobs is not None
     requests, echoes = [], []
     for given, ids in zip(body.prompts, prompts, strict=True):
-        request = replace(
-            _request(served, body, body.limit, ids),
+        request = _request(
+            served,
+            body,
+            ids,
+            name,
+            limit=body.limit,
             logprobs=wants_logprobs,
             top_logprobs=body.logprobs or 0,
         )
@@ -73,9 +85,7 @@ def _choices(
     return [
         Choice(
             served,
-            replace(
-                request, sampling=replace(request.sampling, seed=request.sampling.seed + number)
-            ),
+            _seeded(request, number),
             index=at * body.num_choices + number,
             prompt_index=at,
             stops=body.stops,
@@ -86,8 +96,23 @@ def _choices(
     ]
 
 
+def _seeded(request: Request, number: int) -> Request:
+    """The request of the choice of that number."""
+    if not number:
+        return request
+    seed = request.sampling.seed + number
+    return replace(request, sampling=replace(request.sampling, seed=seed))
+
+
 def _request(
-    served: Served, body: GenerationRequest, limit: int | None, ids: tuple[int, ...]
+    served: Served,
+    body: GenerationRequest,
+    ids: tuple[int, ...],
+    name: str,
+    *,
+    limit: int | None,
+    logprobs: bool,
+    top_logprobs: int,
 ) -> Request:
     for token_id, _ in (sampling := body.sampling()).logit_bias:
         if token_id >= served.vocab_tokens:
@@ -97,7 +122,17 @@ def _request(
             )
     stop_ids = frozenset() if body.ignore_eos else frozenset(served.header.stop_ids)
     namespace = body.cache_salt or ""
-    return Request(ids, limit, sampling, stop_ids, priority=body.priority, namespace=namespace)
+    return Request(
+        ids,
+        limit,
+        sampling,
+        stop_ids,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        priority=body.priority,
+        name=name,
+        namespace=namespace,
+    )
 
 
 async def _ids(served: Served, prompt: str | tuple[int, ...]) -> Sequence[int]:

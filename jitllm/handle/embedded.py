@@ -132,6 +132,7 @@ class EmbeddedHandle(Handle):
             asked.sampling,
             frozenset() if asked.ignore_eos else frozenset(self._served.header.stop_ids),
             priority=asked.priority,
+            name=asked.id,
             namespace=asked.cache_salt,
         )
 
