@@ -1,6 +1,6 @@
 """The trial of AMX, in a process of its own: the same products as vectors give, to the last bit?
 
-Run as a module; prints one of the words of `trial.py`. Knows the argument words of two kernels.
+Run as a module; prints one of the words of `trial.py`. Knows two ops and how they are launched.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from jitllm.jit import trial
 from jitllm.jit.cache import ObjectCache, default_directory
 from jitllm.jit.cpu import Compiler, native
 from jitllm.jit.tiers import AVX512_AMX, AVX512_VNNI
-from jitllm.kernels.layout import (
-    FORMATS,
-    GROUP,
-    TILE_ROWS,
-    Format,
-    FormatCode,
-    activation_row_bytes,
-)
-from jitllm.kernels.op import Ctx, KernelSpec, f32_bits
+from jitllm.kernels.layout import FORMATS, GROUP, TILE_ROWS, Format, FormatCode
+from jitllm.kernels.matmul import MatMul
+from jitllm.kernels.matmul import cpu as matmul
+from jitllm.kernels.op import PANEL_TOKENS, Buffer, Const, Ctx, Element, Weight
+from jitllm.kernels.quantize import Quantize
+from jitllm.kernels.quantize import cpu as quantize
 
 TRIED = (FormatCode.Q4_K, FormatCode.Q6_K)
 """A format with one scale a group and mins, and one with two scales and a bias."""
@@ -67,35 +64,63 @@ def random_tile(fmt: Format, random: Random) -> bytes:
 def product(compiler: Compiler, code: FormatCode, weights: bytes, x: array[float]) -> bytes:
     """f32 [NUM_TOKENS, rows]: x, f32 [NUM_TOKENS, COLS], in 8 bits, times the weights, computed in
     a thread of its own, as models are."""
-    quantize = KernelSpec.of("quantize")
-    matmul = KernelSpec.of("matmul", format=code.name)
-    addresses = compiler.build((quantize, matmul))
+    rows = NUM_TILES * TILE_ROWS
+    given = Buffer("x", COLS)
+    records = Buffer("records", COLS, element=Element.Q8)
+    out = Buffer("out", rows)
+    matrix = Weight("matrix", None, code, rows, COLS)
+    memory = {
+        given.name: (ctypes.c_uint8 * (len(x) * 4)).from_buffer_copy(x),
+        records.name: (ctypes.c_uint8 * (NUM_TOKENS * records.stride_bytes))(),
+        out.name: (ctypes.c_uint8 * (NUM_TOKENS * out.stride_bytes))(),
+        matrix.role: (ctypes.c_uint8 * len(weights)).from_buffer_copy(weights),
+    }
+    places = _Places({name: ctypes.addressof(array) for name, array in memory.items()})
+    launches = [
+        *quantize.launches(Quantize(given, records), places),
+        *matmul.launches(MatMul(records, out, matrix), places),
+    ]
+    addresses = compiler.build(launch.kernel for launch in launches)
     ctx = (ctypes.c_int64 * Ctx.WORDS)()
     ctx[Ctx.NUM_TOKENS] = NUM_TOKENS
-    groups, rows, row_bytes = COLS // GROUP, NUM_TILES * TILE_ROWS, activation_row_bytes(COLS)
-    matrix = (ctypes.c_uint8 * len(weights)).from_buffer_copy(weights)
-    records = (ctypes.c_uint8 * (NUM_TOKENS * row_bytes))()
-    out = (ctypes.c_float * (NUM_TOKENS * rows))()
-    at = ctypes.addressof
-    of_quantize = (x.buffer_info()[0], at(records), COLS * 4, row_bytes, groups)
-    of_matmul = (
-        *(at(records), at(out), at(matrix), 0, 0),
-        *(row_bytes, rows * 4, groups, rows, NUM_TILES),
-        *(int(Ctx.NUM_TOKENS), f32_bits(1.0)),
-    )
+    ctx[Ctx.TOKEN_PANELS] = -(-NUM_TOKENS // PANEL_TOKENS)
 
     def compute() -> None:
-        for spec, words, items in (
-            (quantize, of_quantize, NUM_TOKENS),
-            (matmul, of_matmul, NUM_TILES),
-        ):
-            args = (ctypes.c_int64 * len(words))(*words)
-            native(addresses[spec])(at(ctx), at(args), 0, items)
+        for launch in launches:
+            args = (ctypes.c_int64 * len(launch.args))(*launch.args)
+            items = launch.factor * ctx[launch.count]
+            call = native(addresses[launch.kernel])
+            call(ctypes.addressof(ctx), ctypes.addressof(args), 0, items)
 
     thread = Thread(target=compute)
     thread.start()
     thread.join()
-    return bytes(out)
+    return bytes(memory[out.name])
+
+
+class _Places:
+    """Where the buffers and the matrix are. An `Env` of the two ops."""
+
+    num_blocks, page_tokens, kv_element = 1, GROUP, "f16"
+
+    def __init__(self, addresses: dict[str, int]) -> None:
+        self._addresses = addresses
+
+    def buffer(self, buffer: Buffer) -> int:
+        """Address of a buffer."""
+        return self._addresses[buffer.name]
+
+    def weight(self, weight: Weight) -> int:
+        """Address of the matrix."""
+        return self._addresses[weight.role]
+
+    def const(self, const: Const) -> int:
+        """There are none."""
+        raise NotImplementedError
+
+    def block_slot(self, block: int) -> int:
+        """Blocks are numbered as they are."""
+        return block
 
 
 if __name__ == "__main__":

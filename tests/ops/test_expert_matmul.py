@@ -109,6 +109,7 @@ CASES = [
     *(Case(f, rows=32, cols=96, tokens=1, used=4, has_segments=True) for f in SMALL),
     Case(FormatCode.Q4_K, rows=96, cols=512, experts=64, used=8, tokens=1),
     Case(FormatCode.Q8_0, experts=2, used=1, tokens=150),
+    *(Case(f, rows=80, experts=3, used=1, tokens=40) for f in FORMATS_HERE),
     Case(FormatCode.F32, experts=3, used=3, tokens=70),
 ]
 

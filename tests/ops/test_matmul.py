@@ -127,6 +127,8 @@ CASES = [
     # Rows that end within a super-group, or within a group.
     *(Case(f, 19, 96, 4) for f in FormatCode if FORMATS[f].col_multiple <= 32),
     *(Case(f, 19, 45, 4) for f in FormatCode if not FORMATS[f].is_quantized),
+    # Rows that end within a chunk, and a last tile that has no neighbour.
+    *(Case(f, 80, 416, 30, bias=True) for f in FormatCode if FORMATS[f].col_multiple <= 32),
     Case(FormatCode.Q4_K, 48, 2048, 9, bias=True, add="residual"),
     *(Case(f, 37, 256, 3, True, "dst", scale=0.22) for f in (FormatCode.F32, FormatCode.Q8_0)),
     # So large that it is written past the caches.
@@ -176,9 +178,13 @@ def test_a_row_does_not_depend_on_its_company(format: FormatCode, tier: Tier) ->
 
 @pytest.mark.parametrize("tier", PRODUCTS_HERE)
 @pytest.mark.parametrize("tokens", range(1, 19))
-def test_any_number_of_rows_gives_the_same_bits(tokens: int, tier: Tier) -> None:
+@pytest.mark.parametrize("format", [FormatCode.Q4_K, FormatCode.Q6_K, FormatCode.Q8_0],
+                         ids=lambda f: f.name)  # fmt: skip
+def test_any_number_of_rows_gives_the_same_bits(
+    format: FormatCode, tokens: int, tier: Tier
+) -> None:
     """However they are cut into blocks, the last of which may lack a row."""
-    most = Case(FormatCode.Q4_K, 23, 256, 18, bias=True, add="residual")
+    most = Case(format, 39, 512, 18, bias=True, add="residual")
     data = data_of(most)
     assert data.add is not None
     part = replace(data, src=data.src[:tokens], add=data.add[:tokens])

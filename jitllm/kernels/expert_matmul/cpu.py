@@ -1,6 +1,6 @@
 """Products with experts on the CPU: the tiles of `kernels/matmul`, on gathered rows.
 
-A unit of work is one tile of an expert against one panel of its rows. How many there are is known
+A unit of work is two tiles of an expert against one panel of its rows. How many there are is known
 only in the step, so an item is an equal share of them.
 """
 
@@ -13,6 +13,7 @@ from jitllm.kernels.dispatch import HEAD_BYTES, RECORD_BYTES
 from jitllm.kernels.expert_matmul import ExpertMatMul
 from jitllm.kernels.layout import FORMATS, GROUP, WORD_ROW_BYTES, FormatCode, num_tiles
 from jitllm.kernels.matmul.cpu import Product
+from jitllm.kernels.matmul.pairs import PAIR_TILES
 from jitllm.kernels.op import Const, Count, Env, KernelSpec, Launch, Weight
 
 SRC, DST, MATRICES, TABLE, SRC_STRIDE, DST_STRIDE, PAIRS_PER_ROW, GROUPS, TILES = range(9)
@@ -52,7 +53,8 @@ def emit(k: Kernel, *, format: str) -> None:
     """The kernel of one weight format."""
     product = Product(k, FORMATS[FormatCode[format]], k.arg(GROUPS))
     table, tiles = k.arg(TABLE), k.arg(TILES)
-    units = k.load(table, i32).sext(i64) * tiles
+    num_pairs = (tiles + (PAIR_TILES - 1)).udiv(PAIR_TILES)
+    units = k.load(table, i32).sext(i64) * num_pairs
 
     def record(n: Value) -> Value:
         return table + HEAD_BYTES + n * RECORD_BYTES
@@ -67,15 +69,17 @@ def emit(k: Kernel, *, format: str) -> None:
         k.items() as share,
         k.loop((units * share).udiv(SHARES), (units * (share + 1)).udiv(SHARES)) as unit,
     ):
-        panel, tile = record(unit.udiv(tiles)), unit.urem(tiles)
+        panel, tile = record(unit.udiv(num_pairs)), unit.urem(num_pairs) * PAIR_TILES
         expert, start, stop = (k.load(panel + at, i32).sext(i64) for at in (4, 8, 12))
         matrix = k.load(k.arg(MATRICES) + expert * 8, i64)
 
-        def write(first: Value, size: Value) -> None:
+        def write(t: Value, first: Value, size: Value, sums: Value) -> None:
             with k.loop(0, size) as r:
-                y = k.load(product.sums + r * WORD_ROW_BYTES, f32v)
+                y = k.load(sums + r * WORD_ROW_BYTES, f32v)
                 to = k.arg(DST) + pair(first + r) * k.arg(DST_STRIDE)
-                k.store(y, to + tile * WORD_ROW_BYTES)
+                k.store(y, to + (tile + t) * WORD_ROW_BYTES)
 
-        product.rows(matrix + tile * product.tile_bytes, start, stop, source, write)
+        tiles_here = k.min(tiles - tile, k.const(PAIR_TILES))
+        at = matrix + tile * product.tile_bytes
+        product.rows(at, tiles_here, start, stop, source, write)
     product.finish()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from jitllm.jit import amx
 from jitllm.jit.amx import Amx
-from jitllm.jit.emit import Kernel, Value, f32, f32v, i8, i32, i32v, vec
+from jitllm.jit.emit import Kernel, Value, f32, f32v, i8, i32, i32v
 from jitllm.kernels.layout import (
     ACT_RECORD_BYTES,
     ACT_SCALE,
@@ -24,20 +24,14 @@ from jitllm.kernels.layout import (
     WORD_ROW_BYTES,
     Format,
 )
-from jitllm.kernels.matmul.groups import OPERANDS, fetch, scales, super_scales, unpacker
+from jitllm.kernels.matmul.groups import OPERANDS, PackedGroup, fetch, super_scales
+from jitllm.kernels.matmul.unpacked import CHUNK_GROUPS, Unpacked
 from jitllm.kernels.op import PANEL_TOKENS
 
 BLOCK_ROWS = amx.ROWS
 """Activation rows of a block; what remains of a panel after whole blocks is not for us."""
 
-_CHUNK_GROUPS = 8
-"""Of a super-group, and what fits in the first cache: 4 KB of bytes and 8 KB of products (16 KB
-with two scales a group)."""
-
-_GROUP_BYTES = OPERANDS * WORD_ROW_BYTES
-"""An unpacked group of a tile."""
-
-_GATHERED_STRIDE = _CHUNK_GROUPS * ACT_RECORD_BYTES
+_GATHERED_STRIDE = CHUNK_GROUPS * ACT_RECORD_BYTES
 
 Source = Callable[[Value], Value]
 """Where the activations of a row are."""
@@ -55,18 +49,15 @@ class AmxProduct:
         self.stride = stride
         self.parts = fmt.scales_per_group
         """Of a group, each with a scale."""
-        num_parts = _CHUNK_GROUPS * self.parts
+        num_parts = CHUNK_GROUPS * self.parts
         self.unit = Amx(k, GROUP // self.parts)
-        self.bytes = k.stack(i32, _CHUNK_GROUPS * OPERANDS * TILE_ROWS)
-        self.scales = k.stack(f32, num_parts * TILE_ROWS)
-        self.mins = k.stack(f32, num_parts * TILE_ROWS) if fmt.has_min else None
+        self.unpacked = Unpacked(k, fmt, is_signed=True)
+        self.sums = k.stack(f32, PANEL_TOKENS * TILE_ROWS)
         self.products = k.stack(i32, num_parts * amx.ROWS * amx.ROWS)
         if stride is None:
             self.records = k.stack(i8, PANEL_TOKENS * _GATHERED_STRIDE)
 
-    def rows(
-        self, weights: Value, ahead: Value, start: Value, size: Value, source: Source, sums: Value
-    ) -> None:
+    def rows(self, weights: Value, ahead: Value, start: Value, size: Value, source: Source) -> None:
         """sums, f32 [size, 16] = the tile at `weights` times rows [start, start + size).
 
         size: a multiple of BLOCK_ROWS, at most PANEL_TOKENS. ahead: how many bytes after the
@@ -75,12 +66,12 @@ class AmxProduct:
         k = self.k
         self.unit.switch_on()
         with k.loop(0, size) as row:
-            k.store(k.const(0.0, f32v), sums + row * WORD_ROW_BYTES, align=64)
+            k.store(k.const(0.0, f32v), self.sums + row * WORD_ROW_BYTES, align=64)
         gathered_stride = k.const(_GATHERED_STRIDE)
-        chunk_bytes = self.fmt.tile_bytes(_CHUNK_GROUPS * GROUP)
-        with k.loop(0, self.groups, _CHUNK_GROUPS) as first:
-            num_groups = k.min(self.groups - first, k.const(_CHUNK_GROUPS))
-            self._unpack(weights + first * (chunk_bytes // _CHUNK_GROUPS), ahead, num_groups)
+        chunk_bytes = self.fmt.tile_bytes(CHUNK_GROUPS * GROUP)
+        with k.loop(0, self.groups, CHUNK_GROUPS) as first:
+            num_groups = k.min(self.groups - first, k.const(CHUNK_GROUPS))
+            self._unpack(weights + first * (chunk_bytes // CHUNK_GROUPS), ahead, num_groups)
             if self.stride is None:
                 self._gather(start, size, source, first, num_groups)
             with k.loop(0, size, BLOCK_ROWS) as row:
@@ -89,28 +80,22 @@ class AmxProduct:
                 else:
                     records, stride = source(start + row) + first * ACT_RECORD_BYTES, self.stride
                 self._multiply(records, stride, num_groups)
-                self._scale(records, stride, num_groups, sums + row * WORD_ROW_BYTES)
+                self._scale(records, stride, num_groups, self.sums + row * WORD_ROW_BYTES)
 
     def _unpack(self, chunk: Value, ahead: Value, num_groups: Value) -> None:
         """Signed bytes, scales and mins of the groups of a chunk."""
         k, fmt = self.k, self.fmt
-        d, d_min = super_scales(k, fmt, chunk)
+        supers = super_scales(k, fmt, chunk)
         with k.loop(0, num_groups) as g:
-            group = chunk + fmt.super_header_bytes + g * fmt.group_bytes
-            fetch(k, fmt, group + ahead, BLOCK_ROWS)
-            operand = unpacker(k, fmt, group)
+            at = chunk + fmt.super_header_bytes + g * fmt.group_bytes
+            fetch(k, fmt, at + ahead, BLOCK_ROWS)
+            group = self.unpacked.kept(PackedGroup(k, fmt, at, *supers), g)
             for p in range(OPERANDS):
-                words = operand(p)
-                if fmt.bias:
-                    words = (words.bits(vec(i8, 4 * TILE_ROWS)) + -fmt.bias).bits(i32v)
-                k.store(words, self.bytes + g * _GROUP_BYTES + p * WORD_ROW_BYTES, align=64)
+                group.operand(p)
             for part in range(self.parts):
-                at = (g * self.parts + part) * WORD_ROW_BYTES
-                scale = scales(k, fmt, group + fmt.scale_offset, part, d)
-                k.store(scale, self.scales + at, align=64)
-                if self.mins is not None:
-                    low = scales(k, fmt, group + fmt.min_offset, part, d_min)
-                    k.store(low if fmt.min_is_added else -low, self.mins + at, align=64)
+                group.scale(part)
+                if fmt.has_min:
+                    group.low(part)
 
     def _gather(
         self, start: Value, size: Value, source: Source, first: Value, num_groups: Value
@@ -131,7 +116,7 @@ class AmxProduct:
                 self.unit.multiply(
                     records + g * ACT_RECORD_BYTES + part * operands * 4,
                     stride,
-                    self.bytes + g * _GROUP_BYTES + part * operands * WORD_ROW_BYTES,
+                    self.unpacked.operand_at(g, part * operands),
                     self.products + (g * self.parts + part) * amx.PRODUCT_BYTES,
                 )
 
@@ -144,15 +129,14 @@ class AmxProduct:
             acc = k.var(k.load(to, f32v, align=64))
             with k.loop(0, num_groups) as g:
                 record = records + row * stride + g * ACT_RECORD_BYTES
+                group = self.unpacked.group(g)
                 for part in range(self.parts):
                     n = g * self.parts + part
                     at = self.products + n * amx.PRODUCT_BYTES + row * WORD_ROW_BYTES
                     product = k.load(at, i32v, align=64).to_float()
-                    scale = k.load(self.scales + n * WORD_ROW_BYTES, f32v, align=64)
-                    scale = scale * k.load(record + ACT_SCALE, f32)
+                    scale = group.scale(part) * k.load(record + ACT_SCALE, f32)
                     total = k.fma(product, scale, acc.get())
-                    if self.mins is not None:
-                        low = k.load(self.mins + n * WORD_ROW_BYTES, f32v, align=64)
-                        total = k.fma(low, k.load(record + sum_at[part], f32), total)
+                    if self.fmt.has_min:
+                        total = k.fma(group.low(part), k.load(record + sum_at[part], f32), total)
                     acc.set(total)
             k.store(acc.get(), to, align=64)

@@ -1,9 +1,11 @@
 """Matrix products on the CPU: one kernel a weight format serves every shape.
 
-A work item is one tile of 16 weight rows against one panel of activations. The panel is taken in
-blocks of 8, 4, 2 or 1 rows: a block unpacks each word of weights once and keeps one accumulator a
-row, so a row meets the same arithmetic in every block size. While a tile is multiplied, the one
-after it is fetched: memory and arithmetic overlap. Knows no model and no thread.
+A work item is two neighbouring tiles of 16 weight rows against one panel of activations. Where
+there are registers for it, both tiles meet several rows at once (`pairs.py`); where there is a
+matrix unit, it takes many rows (`amx.py`). Rows that remain are taken tile by tile, in blocks of 8,
+4, 2 or 1 rows: a block unpacks each word of weights once and keeps one accumulator a row. A row
+meets the same arithmetic in all of them. While tiles are multiplied, those after them are fetched:
+memory and arithmetic overlap. Knows no model and no thread.
 """
 
 from __future__ import annotations
@@ -14,14 +16,7 @@ from typing import Any
 
 from jitllm.jit.emit import Kernel, Value, Var, f32, f32v, i32, i32v, i64
 from jitllm.kernels.layout import (
-    ACT_NEG_ISUM,
-    ACT_NEG_ISUM_HI,
-    ACT_NEG_ISUM_LO,
     ACT_RECORD_BYTES,
-    ACT_SCALE,
-    ACT_SUM,
-    ACT_SUM_HI,
-    ACT_SUM_LO,
     FORMATS,
     GROUP,
     TILE_ROWS,
@@ -30,17 +25,12 @@ from jitllm.kernels.layout import (
     FormatCode,
     num_tiles,
 )
-from jitllm.kernels.matmul import MatMul
-from jitllm.kernels.matmul.amx import BLOCK_ROWS, AmxProduct
-from jitllm.kernels.matmul.groups import (
-    AHEAD_BYTES,
-    OPERANDS,
-    fetch,
-    scales,
-    super_scales,
-    unpacker,
-)
+from jitllm.kernels.matmul import MatMul, amx, pairs
+from jitllm.kernels.matmul.amx import AmxProduct
+from jitllm.kernels.matmul.groups import AHEAD_BYTES, PackedGroup, fetch, super_scales
+from jitllm.kernels.matmul.pairs import PAIR_TILES, PairProduct, Source, Write
 from jitllm.kernels.matmul.peaks import Peaks, slice_tiles
+from jitllm.kernels.matmul.products import add_products
 from jitllm.kernels.op import PANEL_TOKENS, Count, Ctx, Env, KernelSpec, Launch, Rows, f32_bits
 from jitllm.kernels.sample import NUM_PEAKS, PEAK_ONLY, RECORD_BYTES, Field
 
@@ -54,12 +44,9 @@ FAR_BYTES = 8 << 20
 """From this size on results are written past the caches: they are out of them again before anybody
 reads them, and a line of theirs would be read from memory only to be written over."""
 
-Step = Callable[[Value, Sequence[Value], Sequence[Var]], None]
-"""Emits one group: (address of its weights, addresses of its activations, accumulators)."""
-
 
 def launches(op: MatMul, env: Env) -> list[Launch]:
-    """One launch: panels times tiles, or times slices where peaks are wanted."""
+    """One launch: panels times pairs of tiles, or times slices where peaks are wanted."""
     is_outputs = op.src.rows is Rows.OUTPUTS
     tiles = num_tiles(op.weight.rows)
     args = (
@@ -79,7 +66,8 @@ def launches(op: MatMul, env: Env) -> list[Launch]:
     count = Count.OUTPUT_PANELS if is_outputs else Count.TOKEN_PANELS
     format = op.weight.format.name
     if op.peaks is None:
-        return [Launch(KernelSpec.of("matmul", format=format), count, tiles, args)]
+        num_pairs = -(-tiles // PAIR_TILES)
+        return [Launch(KernelSpec.of("matmul", format=format), count, num_pairs, args)]
     assert is_outputs, "peaks are of outputs"
     return [Launch(KernelSpec.of("matmul", format=format, peaks=True), count, NUM_PEAKS, args)]
 
@@ -93,16 +81,20 @@ def emit(k: Kernel, *, format: str, peaks: bool = False) -> None:
     is_aligned = ((k.arg(DST) | k.arg(DST_STRIDE)) & (WORD_ROW_BYTES - 1)).eq(0)
     is_far = is_aligned & (num_rows * k.arg(DST_STRIDE) >= FAR_BYTES)
 
-    def multiply(tile: Value, start: Value, stop: Value, found: Peaks | None = None) -> None:
+    def multiply(
+        tile: Value, end: Value, start: Value, stop: Value, found: Peaks | None = None
+    ) -> None:
         product.rows(
             k.arg(WEIGHT) + tile * product.tile_bytes,
+            k.min(end - tile, k.const(PAIR_TILES)),
             start,
             stop,
             lambda row: k.arg(SRC) + row * k.arg(SRC_STRIDE),
-            lambda row, size: _finish(k, tile, row, size, product.sums, is_far, found),
+            lambda t, row, size, sums: _finish(k, tile + t, row, size, sums, is_far, found),
         )
 
-    per_panel = k.const(NUM_PEAKS) if peaks else tiles
+    num_pairs = (tiles + (PAIR_TILES - 1)).udiv(PAIR_TILES)
+    per_panel = k.const(NUM_PEAKS) if peaks else num_pairs
     with k.items() as item:
         panel, part = item.udiv(per_panel), item.urem(per_panel)
         start = panel * PANEL_TOKENS
@@ -110,18 +102,18 @@ def emit(k: Kernel, *, format: str, peaks: bool = False) -> None:
         if peaks:
             found, width = Peaks(k, start), slice_tiles(tiles)
             first = k.min(part * width, tiles)
+            end = k.min(first + width, tiles)
             found.begin(stop, k.arg(ROWS))
-            with k.loop(first, k.min(first + width, tiles)) as tile:
-                multiply(tile, start, stop, found)
+            with k.loop(first, end, PAIR_TILES) as tile:
+                multiply(tile, end, start, stop, found)
             found.end(stop, part, k.arg(PEAKS))
         else:
-            multiply(part, start, stop)
+            multiply(part * PAIR_TILES, tiles, start, stop)
     product.finish()
 
 
 class Product:
-    """Emits the products of tiles with activation rows. sums: f32 [rows of a block, 16], where the
-    products of a block are until they are written."""
+    """Emits the products of one or two neighbouring tiles with activation rows."""
 
     def __init__(
         self, k: Kernel, fmt: Format, groups: Value, stride_word: int | None = None
@@ -131,51 +123,69 @@ class Product:
         self.fmt = fmt
         self.groups = groups
         self.tile_bytes = _tile_bytes(fmt, groups)
-        has_amx = k.tier.has_amx and fmt.is_quantized
-        self._amx = None
-        if has_amx:
+        self._amx = self._pairs = None
+        if k.tier.has_amx and fmt.is_quantized:
             stride = None if stride_word is None else k.arg(stride_word)
             self._amx = AmxProduct(k, fmt, groups, stride)
-        self.sums = k.stack(f32, TILE_ROWS * (PANEL_TOKENS if has_amx else max(block_sizes(k))))
-        self._row, self._size = k.var(0, i64), k.var(0, i64)
+        if pairs.pays(k, fmt):
+            self._pairs = PairProduct(k, fmt, groups, self.tile_bytes)
+        self._sizes = block_sizes(k)
+        if self._pairs is not None:
+            self._sizes = tuple(n for n in self._sizes if n < self._pairs.least_rows)
+        self._sums = k.stack(f32, TILE_ROWS * max(self._sizes))
+        self._ahead = k.min(self.tile_bytes, k.const(AHEAD_BYTES))
+        self._rest, self._row, self._size = (k.var(0, i64) for _ in range(3))
 
     def rows(
         self,
         weights: Value,
+        num_tiles: Value,
         start: Value,
         stop: Value,
-        source: Callable[[Value], Value],
-        write: Callable[[Value, Value], None],
+        source: Source,
+        write: Write,
     ) -> None:
-        """The tile at `weights` times activation rows [start, stop), block by block.
+        """The tiles at `weights` times activation rows [start, stop), at most PANEL_TOKENS of them.
 
-        source(row): where the activations of a row are. write(row, size): what is done with the
-        sums of rows [row, row + size). There are at most PANEL_TOKENS rows.
+        num_tiles: 1 or 2.
         """
+        k, rest = self.k, self._rest
+        rest.set(start)
+        if self._amx is not None:
+            num_rows = (stop - start) & -amx.BLOCK_ROWS
+            with k.if_(num_rows > 0):
+                with k.loop(0, num_tiles) as tile:
+                    at = weights + tile * self.tile_bytes
+                    self._amx.rows(at, self._ahead, start, num_rows, source)
+                    write(tile, start, num_rows, self._amx.sums)
+                rest.set(start + num_rows)
+        if self._pairs is not None:
+            num_rows = self._pairs.take(stop - rest.get())
+            with k.if_(num_rows > 0):
+                self._pairs.rows(weights, num_tiles, rest.get(), num_rows, source, write)
+                rest.set(rest.get() + num_rows)
+        self._tile_by_tile(weights, num_tiles, stop, source, write)
+
+    def _tile_by_tile(
+        self, weights: Value, num_tiles: Value, stop: Value, source: Source, write: Write
+    ) -> None:
+        """The rows that are left, block by block for each tile."""
         k, row, size = self.k, self._row, self._size
-        ahead = k.min(self.tile_bytes, k.const(AHEAD_BYTES))
-        row.set(start)
+        with k.loop(0, num_tiles) as tile:
+            at = weights + tile * self.tile_bytes
+            row.set(self._rest.get())
 
-        def block(num_rows: int) -> None:
-            # A row that is missing is the one before it again, and nobody reads its sums.
-            rows = [k.min(row.get() + r, stop - 1) for r in range(num_rows)]
-            sources = [k.opaque(source(r)) for r in rows]
-            _block(k, self.fmt, weights, ahead, self.groups, sources, self.sums)
-            size.set(k.min(stop - row.get(), k.const(num_rows)))
+            def block(num_rows: int) -> None:
+                # A row that is missing is the one before it again, and nobody reads its sums.
+                rows = [k.min(row.get() + r, stop - 1) for r in range(num_rows)]
+                sources = [k.opaque(source(r)) for r in rows]
+                _block(k, self.fmt, at, self._ahead, self.groups, sources, self._sums)
+                size.set(k.min(stop - row.get(), k.const(num_rows)))
 
-        with k.while_(lambda: row.get() < stop):
-            left = stop - row.get()
-            if self._amx is None:
-                _first_that_fits(k, left, block_sizes(k), block)
-            else:
-                with k.if_else(left >= BLOCK_ROWS) as (many, few):
-                    with many:
-                        size.set(left & -BLOCK_ROWS)
-                        self._amx.rows(weights, ahead, row.get(), size.get(), source, self.sums)
-                    with few:
-                        _first_that_fits(k, left, block_sizes(k), block)
-            write(row.get(), size.get())
-            row.set(row.get() + size.get())
+            with k.while_(lambda: row.get() < stop):
+                _first_that_fits(k, stop - row.get(), self._sizes, block)
+                write(tile, row.get(), size.get(), self._sums)
+                row.set(row.get() + size.get())
 
     def finish(self) -> None:
         """After the last product of a call of the kernel."""
@@ -228,12 +238,15 @@ def _block(
     if fmt.super_cols:
         _super_groups(k, fmt, weights, ahead, groups, sources, acc)
     else:
-        step = _quantized(k, fmt, None, None) if fmt.is_quantized else _floats(k, fmt)
         source_bytes = ACT_RECORD_BYTES if fmt.is_quantized else GROUP * 4
         with k.loop(0, groups) as g:
             group = weights + g * fmt.group_bytes
             fetch(k, fmt, group + ahead, len(sources))
-            step(group, [s + g * source_bytes for s in sources], acc)
+            at = [s + g * source_bytes for s in sources]
+            if fmt.is_quantized:
+                _add(k, fmt, group, (None, None), at, acc)
+            else:
+                _add_floats(k, fmt, group, at, acc)
     for r, total in enumerate(acc):
         k.store(total.get(), sums + r * WORD_ROW_BYTES, align=64)
 
@@ -250,55 +263,31 @@ def _super_groups(
     per_super = fmt.super_cols // GROUP
     with k.loop(0, groups.udiv(per_super)) as s:
         head = weights + s * fmt.tile_bytes(fmt.super_cols)
-        step = _quantized(k, fmt, *super_scales(k, fmt, head))
+        supers = super_scales(k, fmt, head)
         first = head + fmt.super_header_bytes
         with k.loop(0, per_super) as g:
             record = (s * per_super + g) * ACT_RECORD_BYTES
             group = first + g * fmt.group_bytes
             fetch(k, fmt, group + ahead, len(sources))
-            step(group, [source + record for source in sources], acc)
+            _add(k, fmt, group, supers, [source + record for source in sources], acc)
 
 
-def _quantized(k: Kernel, fmt: Format, d: Value | None, d_min: Value | None) -> Step:
-    """Integers against records of quantised activations."""
-    halves = fmt.scales_per_group
-    sum_at = (ACT_SUM,) if halves == 1 else (ACT_SUM_LO, ACT_SUM_HI)
-    negative_at = (ACT_NEG_ISUM,) if halves == 1 else (ACT_NEG_ISUM_LO, ACT_NEG_ISUM_HI)
-
-    def start(record: Value, half: int) -> Value:
-        # -bias * sum(a): the dot product of unsigned integers then comes out as of (q - bias).
-        if not fmt.bias:
-            return k.const(0, i32v)
-        negative, shift = k.load(record + negative_at[half], i32), fmt.bias.bit_length() - 1
-        # With one of them a record, a scalar shift spares a vector load; with two, registers for
-        # scalars are what is short (5 % of Q6_K).
-        return k.splat(negative << shift) if halves == 1 else k.splat(negative) << shift
-
-    def step(weights: Value, records: Sequence[Value], acc: Sequence[Var]) -> None:
-        operand = unpacker(k, fmt, weights)
-        for half in range(halves):
-            dots = [k.dot(start(record, half), (1 << fmt.bits) - 1) for record in records]
-            for p in range(half * OPERANDS // halves, (half + 1) * OPERANDS // halves):
-                integers = operand(p)
-                for dot, record in zip(dots, records, strict=True):
-                    dot.add(integers, k.splat(k.load(record + 4 * p, i32)))
-            w_scale = scales(k, fmt, weights + fmt.scale_offset, half, d)
-            w_min = None
-            if fmt.has_min:
-                w_min = scales(k, fmt, weights + fmt.min_offset, half, d_min)
-            for r, record in enumerate(records):
-                s = w_scale * k.load(record + ACT_SCALE, f32)
-                total = k.fma(dots[r].total().to_float(), s, acc[r].get())
-                if w_min is not None:
-                    a_sum = k.load(record + sum_at[half], f32)
-                    total = k.fma(w_min if fmt.min_is_added else -w_min, a_sum, total)
-                acc[r].set(total)
-
-    return step
+def _add(
+    k: Kernel,
+    fmt: Format,
+    group: Value,
+    supers: tuple[Value | None, Value | None],
+    records: Sequence[Value],
+    acc: Sequence[Var],
+) -> None:
+    """Add the products of a group of integers."""
+    add_products(k, fmt, [PackedGroup(k, fmt, group, *supers)], records, [[total] for total in acc])
 
 
-def _floats(k: Kernel, fmt: Format) -> Step:
-    """Floats against f32 activations, column by column."""
+def _add_floats(
+    k: Kernel, fmt: Format, group: Value, sources: Sequence[Value], acc: Sequence[Var]
+) -> None:
+    """Add the products of a group of floats with f32 activations, column by column."""
     words_a_step = 4  # more would only make longer code
     per_word = 4 // fmt.float_bytes
 
@@ -311,17 +300,14 @@ def _floats(k: Kernel, fmt: Format) -> Step:
             case _:
                 return (word << 16).as_f32(), (word & 0xFFFF0000).as_f32()
 
-    def step(weights: Value, sources: Sequence[Value], acc: Sequence[Var]) -> None:
-        with k.loop(0, GROUP // per_word, words_a_step) as first:
-            for w in range(words_a_step):
-                at = (first + w) * per_word * 4
-                word = k.load(weights + (first + w) * WORD_ROW_BYTES, i32v)
-                for c, column in enumerate(columns(word)):
-                    for r, source in enumerate(sources):
-                        x = k.load(source + at + 4 * c, f32)
-                        acc[r].set(k.fma(column, x, acc[r].get()))
-
-    return step
+    with k.loop(0, GROUP // per_word, words_a_step) as first:
+        for w in range(words_a_step):
+            at = (first + w) * per_word * 4
+            word = k.load(group + (first + w) * WORD_ROW_BYTES, i32v)
+            for c, column in enumerate(columns(word)):
+                for r, source in enumerate(sources):
+                    x = k.load(source + at + 4 * c, f32)
+                    acc[r].set(k.fma(column, x, acc[r].get()))
 
 
 def _finish(

@@ -5,7 +5,7 @@ Knows the bit planes of `kernels/layout.py`; knows no activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from jitllm.jit.emit import Kernel, Value, i8, i32, i32v, vec
 from jitllm.kernels.layout import GROUP, TILE_ROWS, WORD_ROW_BYTES, Format
@@ -23,30 +23,48 @@ gone before the next step, and all else that is used between two steps stays ins
 row is 1.05 times as fast, and what Python does between two of them takes 0.7 of the time, as it
 finds its memory in a cache.)"""
 
-_LINE_BYTES = 64
+LINE_BYTES = 64
 
 
 def fetch(k: Kernel, fmt: Format, group: Value, num_rows: int) -> None:
     """Fetch the group at an address, for blocks of so many rows."""
-    for offset in range(0, fmt.group_bytes, _LINE_BYTES):
+    for offset in range(0, fmt.group_bytes, LINE_BYTES):
         k.prefetch(group + offset, is_read_once=num_rows == 1)
 
 
-def unpacker(k: Kernel, fmt: Format, weights: Value) -> Callable[[int], Value]:
-    """operand(p): unsigned weights 4p .. 4p+3 of a group, a byte each, of 16 rows."""
-    words: dict[int, Value] = {}
+class Group(Protocol):
+    """A group of the 16 rows of a tile, wherever its bytes are."""
 
-    def word(offset: int) -> Value:
-        if offset not in words:
-            words[offset] = k.load(weights + offset, i32v)
-        return words[offset]
+    def operand(self, p: int) -> Value:
+        """i32 [16]: unsigned weights 4p .. 4p+3, a byte each."""
 
-    def operand(p: int) -> Value:
+    def scale(self, half: int) -> Value:
+        """f32 [16]: the scale of the group, or of a half of it where it has two of them."""
+
+    def low(self, half: int) -> Value:
+        """f32 [16]: the minimum as it is added, of a format that has them."""
+
+
+class PackedGroup:
+    """A group as it lies in memory, unpacked in registers. d, d_min: of its super-group, if any."""
+
+    def __init__(
+        self, k: Kernel, fmt: Format, address: Value, d: Value | None, d_min: Value | None
+    ) -> None:
+        self.k = k
+        self.fmt = fmt
+        self.address = address
+        self._supers = d, d_min
+        self._words: dict[int, Value] = {}
+
+    def operand(self, p: int) -> Value:
+        """As `Group.operand`."""
+        fmt = self.fmt
         parts: list[Value] = []
         position = 0
         for plane, bits in enumerate(fmt.planes):
             per_word = 8 // bits
-            raw = word(fmt.plane_offset(plane) + p // per_word * WORD_ROW_BYTES)
+            raw = self._word(fmt.plane_offset(plane) + p // per_word * WORD_ROW_BYTES)
             shift = p % per_word * bits - position
             mask = ((1 << bits) - 1) << position
             moved = raw >> shift if shift > 0 else raw << -shift if shift < 0 else raw
@@ -54,18 +72,27 @@ def unpacker(k: Kernel, fmt: Format, weights: Value) -> Callable[[int], Value]:
             position += bits
         return parts[0] if len(parts) == 1 else parts[0] | parts[1]
 
-    return operand
+    def scale(self, half: int) -> Value:
+        """As `Group.scale`."""
+        return self._scale(self.fmt.scale_offset, half, self._supers[0])
 
+    def low(self, half: int) -> Value:
+        """As `Group.low`."""
+        low = self._scale(self.fmt.min_offset, half, self._supers[1])
+        return low if self.fmt.min_is_added else -low
 
-def scales(k: Kernel, fmt: Format, at: Value, half: int, super_scale: Value | None) -> Value:
-    """f32 [16]: scales of 16 rows, or mins, that lie at an address; of a half of the group where a
-    group has two of them."""
-    at = at + half * TILE_ROWS * fmt.scale_bytes
-    if super_scale is None:
-        return k.load_f16(at)
-    small = k.load(at, vec(i8))
-    wide = small.sext(i32) if fmt.scale_signed else small.zext(i32)
-    return super_scale * wide.to_float()
+    def _word(self, offset: int) -> Value:
+        if offset not in self._words:
+            self._words[offset] = self.k.load(self.address + offset, i32v)
+        return self._words[offset]
+
+    def _scale(self, offset: int, half: int, super_scale: Value | None) -> Value:
+        at = self.address + (offset + half * TILE_ROWS * self.fmt.scale_bytes)
+        if super_scale is None:
+            return self.k.load_f16(at)
+        small = self.k.load(at, vec(i8))
+        wide = small.sext(i32) if self.fmt.scale_signed else small.zext(i32)
+        return super_scale * wide.to_float()
 
 
 def super_scales(k: Kernel, fmt: Format, head: Value) -> tuple[Value | None, Value | None]:
