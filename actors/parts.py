@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Generic, Self, TypeVar
 
 P = TypeVar("P")
@@ -18,11 +17,6 @@ P = TypeVar("P")
 
 def _ignore() -> None:
     """What is called when nobody listens."""
-
-
-def _wake(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
 
 
 class Parts(Generic[P]):
@@ -40,6 +34,7 @@ class Parts(Generic[P]):
         self._was_left = False
         self._error: BaseException | None = None
         self._changed: Callable[[], None] = _ignore
+        self._turn: asyncio.Future[None] | None = None  # of who waits for a part
         self._sending = threading.Lock()
         self._num_sent = 0  # by another thread, and not here yet
         self._carry: Callable[[P], None] | None = None
@@ -55,7 +50,7 @@ class Parts(Generic[P]):
         """The next part. Dropped when who followed has left; `ValueError` after the end."""
         if self._is_open():
             self._waiting.append(part)
-            self._changed()
+            self._tell()
 
     def send(self, part: P, loop: asyncio.AbstractEventLoop) -> None:
         """`put`, from another thread than that of the event loop in which all else happens."""
@@ -75,7 +70,7 @@ class Parts(Generic[P]):
         """There are no more parts. `ValueError` when it had an end already."""
         if self._is_open():
             self._has_ended = True
-            self._changed()
+            self._tell()
 
     def fail(self, error: BaseException) -> None:
         """After the parts so far, raise `error` in who follows. `ValueError` after the end."""
@@ -95,9 +90,8 @@ class Parts(Generic[P]):
                 raise self._error
             if self.is_over:
                 raise StopAsyncIteration
-            turn = asyncio.get_running_loop().create_future()
-            self.watch(partial(_wake, turn))
-            await turn
+            self._turn = asyncio.get_running_loop().create_future()
+            await self._turn
         return self._waiting.popleft()
 
     def leave(self) -> None:
@@ -107,7 +101,7 @@ class Parts(Generic[P]):
             self._carry = None
         if not self.is_over:
             self._was_left = True
-            self._changed()
+            self._tell()
             self._left()
 
     # --- who passes it on --------------------------------------------------------------------
@@ -133,6 +127,12 @@ class Parts(Generic[P]):
     def error(self) -> BaseException | None:
         """What it failed with, once it did."""
         return self._error
+
+    def _tell(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+        self._changed()
 
     def _is_open(self) -> bool:
         if self._has_ended:

@@ -135,7 +135,9 @@ class Choice:
             return None
         self._is_waiting = True
         try:
-            return await anext(stream, None)
+            return await anext(stream)
+        except StopAsyncIteration:
+            return None
         except asyncio.CancelledError:
             if not self.is_cancelled or self._task is None or self._task.uncancel() > 0:
                 raise
@@ -243,27 +245,24 @@ async def run_all(choices: Sequence[Choice], session: Session, emit: Emit, toget
     num_in_flight, ended = 0, asyncio.Event()
 
     async def run(choice: Choice) -> None:
+        nonlocal num_in_flight, ended
         async with places:
-            while (retry_s := await attempt(choice)) is not None:
+            while True:
+                num_in_flight += 1
+                try:
+                    await choice.run(emit)
+                    break
+                except QueueFull as full:
+                    if num_in_flight == 1 and not any(c.progress.is_started for c in choices):
+                        raise
+                    retry_s = full.retry_after_s
+                finally:
+                    num_in_flight -= 1
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(retry_s):
                         await ended.wait()
-
-    async def attempt(choice: Choice) -> float | None:
-        """Run a choice; if it found the queue full, say when to try again."""
-        nonlocal num_in_flight, ended
-        num_in_flight += 1
-        try:
-            await choice.run(emit)
-        except QueueFull as full:
-            if num_in_flight == 1 and not any(other.progress.is_started for other in choices):
-                raise
-            return full.retry_after_s
-        finally:
-            num_in_flight -= 1
         ended.set()
         ended = asyncio.Event()
-        return None
 
     try:
         async with asyncio.TaskGroup() as group:
