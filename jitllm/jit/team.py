@@ -69,8 +69,9 @@ class Team:
         try:
             if not self._close.alive:
                 raise RuntimeError("the team is closed")
-            if self._counters is None or len(self._counters) < num_launches:
-                self._counters = (ctypes.c_int64 * max(num_launches, 64))()
+            num_counters = num_launches * self.threads
+            if self._counters is None or len(self._counters) < num_counters:
+                self._counters = (ctypes.c_int64 * max(num_counters, 64))()
                 self._write(State.COUNTERS, ctypes.addressof(self._counters))
             return not self._run(self._state, launches, num_launches, ctx)
         finally:

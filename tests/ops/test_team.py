@@ -48,6 +48,19 @@ def _spin(k: Kernel) -> None:
         k.atomic_add(k.const(1), address)
 
 
+def _wait_for_others(k: Kernel) -> None:
+    """Item 0 waits, not for ever, until all other ones are done, and then says so in words[1]."""
+    words, n = k.arg(0), k.arg(1)
+    looks = k.var(0, i64)
+    with k.items() as i, k.if_else(i.eq(0)) as (first, other):
+        with first:
+            with k.while_(lambda: (k.atomic_load(words) < n - 1) & (looks.get() < 1 << 31)):
+                looks.set(looks.get() + 1)
+            k.store(k.atomic_load(words).eq(n - 1).zext(i64), words + 8)
+        with other:
+            k.atomic_add(k.const(1), words)
+
+
 def _mxcsr(k: Kernel) -> None:
     """words[0] = the control register, after setting it to words[1] where that is not 0."""
     at = k.arg(0)
@@ -59,6 +72,7 @@ def _mxcsr(k: Kernel) -> None:
 MIX, _ = piece(COMPILER, "mix", _mix)
 TALLY, _ = piece(COMPILER, "tally", _tally)
 SPIN, _ = piece(COMPILER, "spin", _spin)
+WAIT, _ = piece(COMPILER, "wait", _wait_for_others)
 
 
 class Program:
@@ -136,6 +150,18 @@ def test_neighbours_without_a_barrier(team: Team) -> None:
         assert program.run(team)
         for i in range(8):
             assert (out[i] == (source[index] * 31 + i)[index] * 31).all()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("items", [2, 5, 8, 33])
+def test_others_do_what_is_left_of_the_share_of_who_is_held_up(threads: int, items: int) -> None:
+    words = np.zeros(2, np.int64)
+    program = Program([Launch(WAIT, Count.ONE, items, (words.ctypes.data, items))])
+    with Team(threads, COMPILER) as team:
+        for _ in range(20):
+            words[:] = 0
+            assert program.run(team)
+            assert words.tolist() == [items - 1, 1]
 
 
 def test_items_follow_the_context(team: Team) -> None:

@@ -3,10 +3,12 @@
 No op: nothing is computed here. `cpu.py` emits the native functions, `jit/team.py` owns the
 threads.
 
-Every thread walks the whole table. It takes grains of a launch's items from the launch's counter
-until none are left, and goes on to the next launch at once; where that one has its barrier flag
-set, it waits until all items of all launches before it are done. Completion is what is counted,
-not threads: a thread whose core was taken away holds up the others only while it is in a grain.
+Every thread walks the whole table. A launch's items are cut into a share for each thread, of which
+it takes grain after grain, and then what is left of others' shares: grains of a share lie together,
+so what a kernel fetches ahead is what the thread needs next, and rows stay with a thread from one
+launch to another. It goes on to the next launch at once; where that one has its barrier flag set,
+it waits until all items of all launches before it are done. Completion is what is counted, not
+threads: a thread whose core was taken away holds up the others only while it is in a grain.
 
 A run is open while the generation is odd. A worker enters by raising ACTIVE and then looking at
 the generation again; the run ends by making the generation even and then waiting for ACTIVE to be
@@ -34,8 +36,9 @@ _LINE = 128  # two cache lines: the processor fetches them in pairs
 class State(IntEnum):
     """Byte offsets of the 64-bit words of a team.
 
-    THREADS, COUNTERS (address of a word per launch), STOP and CLOSING are set from outside. A word
-    that many threads write, or sleep on, has a line to itself.
+    THREADS, COUNTERS (address of a word for every launch of every thread), STOP and CLOSING are set
+    from outside; WORKERS counts the workers that have begun. A word that many threads write all the
+    time, or sleep on, has a line to itself.
     """
 
     THREADS = 0
@@ -45,6 +48,7 @@ class State(IntEnum):
     CTX = 32
     STOP = 40
     CLOSING = 48
+    WORKERS = 56
     GENERATION = _LINE
     IDLE = 2 * _LINE
     DONE = 3 * _LINE

@@ -14,8 +14,8 @@ SPINS = 2000
 """Looks at a word before a thread goes to sleep: 30 to 100 us, by what `pause` takes. More between
 two runs would keep the event loop, which has a step to pass on then, from that core."""
 
-GRAINS = 4
-"""Grains of a launch per thread: enough that a late thread leaves little to wait for."""
+GRAINS = 32
+"""Grains of a thread's share of a launch: enough that a late thread leaves little to wait for."""
 
 SLEEP_NS = 10_000_000
 """Longest sleep in a run: how late a stop may be noticed by a thread that waits."""
@@ -53,8 +53,8 @@ def emit(k: Kernel, *, role: str) -> Value | None:
 
 def _run(k: Kernel) -> Value:
     team, launches, num_launches, ctx = k.params
-    counters = k.load(team + State.COUNTERS, i64)
-    with k.loop(0, num_launches) as j:
+    counters, threads = (k.load(team + word, i64) for word in (State.COUNTERS, State.THREADS))
+    with k.loop(0, num_launches * threads) as j:
         k.store(k.const(0), counters + j * 8)
     k.store(launches, team + State.LAUNCHES)
     k.store(num_launches, team + State.NUM_LAUNCHES)
@@ -63,7 +63,7 @@ def _run(k: Kernel) -> Value:
 
     k.atomic_add(k.const(1), team + State.GENERATION)
     _wake(k, team + State.GENERATION, team + State.IDLE)
-    total = _walk(k, team)
+    total = _walk(k, team, k.const(0))
     _wait(k, team + State.DONE, team + State.WAITING, _is_done(k, team, total))
     k.atomic_add(k.const(1), team + State.GENERATION)
     _wait(k, team + State.ACTIVE, team + State.WAITING, lambda active: active.eq(0))
@@ -72,6 +72,7 @@ def _run(k: Kernel) -> Value:
 
 def _worker(k: Kernel) -> None:
     (team,) = k.params
+    number = k.atomic_add(k.const(1), team + State.WORKERS) + 1  # 0 is who calls `run`
     generation, active = team + State.GENERATION, team + State.ACTIVE
     seen = k.var(0, i64)
 
@@ -87,13 +88,14 @@ def _worker(k: Kernel) -> None:
         k.atomic_add(k.const(1), active)
         is_open = (seen.get() & 1).ne(0) & k.atomic_load(generation).eq(seen.get())
         with k.if_(is_open & is_closing().eq(0)):
-            _walk(k, team)
+            _walk(k, team, number)
         k.atomic_add(k.const(-1), active)
         _wake(k, active, team + State.WAITING)
 
 
-def _walk(k: Kernel, team: Value) -> Value:
-    """Work through the table; returns the items of all its launches, or -1 where STOP ended it."""
+def _walk(k: Kernel, team: Value, number: Value) -> Value:
+    """Work through the table as the thread of a number; returns the items of all its launches, or
+    -1 where STOP ended it."""
     launches, num_launches, ctx, counters, threads = (
         k.load(team + word, i64)
         for word in (
@@ -114,7 +116,9 @@ def _walk(k: Kernel, team: Value) -> Value:
             done, waiting = team + State.DONE, team + State.WAITING
             _wait(k, done, waiting, _is_done(k, team, before.get()))
         with k.if_((items > 0) & _is_going(k, team)):
-            _take(k, team, launch, ctx, counters + j.get() * 8, items, threads)
+            _take(
+                k, team, launch, ctx, counters + j.get() * 8, items, threads, num_launches, number
+            )
         before.set(before.get() + items)
         j.set(j.get() + 1)
     return k.select(j.get() < num_launches, k.const(-1), before.get())
@@ -128,18 +132,29 @@ def _take(
     counter: Value,
     items: Value,
     threads: Value,
+    num_launches: Value,
+    number: Value,
 ) -> None:
-    """Take grains of a launch until none are left, and report what was done."""
+    """Take grains of a launch until none are left, and report what was done: first of the thread's
+    own share, then of those that are left of others'. counter: of the share of thread 0."""
     function = k.load(launch, i64)
     shared = k.max(items.udiv(threads * GRAINS), k.const(1))
     grain = k.select(threads > 1, shared, items)
-    mine = k.var(0, i64)
-    start = k.var(k.atomic_add(grain, counter))
-    with k.while_(lambda: start.get() < items):
-        stop = k.min(start.get() + grain, items)
-        k.call(function, ctx, launch + 32, start.get(), stop)
-        mine.set(mine.get() + stop - start.get())
-        start.set(k.atomic_add(grain, counter))
+    mine, owner, others = k.var(0, i64), k.var(number), k.var(threads)
+    with k.while_(lambda: others.get() > 0):
+        first = (items * owner.get()).udiv(threads)
+        last = (items * (owner.get() + 1)).udiv(threads)
+        taken = counter + owner.get() * num_launches * 8
+        with k.if_(k.atomic_load(taken) < last - first):
+            start = k.var(first + k.atomic_add(grain, taken))
+            with k.while_(lambda: start.get() < last):
+                stop = k.min(start.get() + grain, last)
+                k.call(function, ctx, launch + 32, start.get(), stop)
+                mine.set(mine.get() + stop - start.get())
+                start.set(first + k.atomic_add(grain, taken))
+        following = owner.get() + 1
+        owner.set(k.select(following < threads, following, k.const(0)))
+        others.set(others.get() - 1)
     with k.if_(mine.get() > 0):
         k.atomic_add(mine.get(), team + State.DONE)
         _wake(k, team + State.DONE, team + State.WAITING)
