@@ -47,7 +47,7 @@ ROW_TOKENS = 8
 """Kernels compute so many rows for little more than one."""
 
 PANEL_TOKENS = 64
-"""Fewest prompt tokens of a step without replies, and what more are a multiple of."""
+"""Fewest rows of a step whose prompts go ahead, and what more are a multiple of."""
 
 _STEP = 1.15  # up or down
 _NUM_PLAIN = 5  # steps without prompts that count
@@ -79,9 +79,9 @@ class Pace:
             self._observe_beside(num_replies, prompt_tokens, seconds)
         else:
             # Most of the time goes to the tokens of prompts: go straight there.
-            factor = min(max(MAX_STEP_S / seconds, 0.5), 2.0)
-            if factor < 1 or prompt_tokens >= self._without_replies():
-                self._alone = min(max(prompt_tokens * factor, 1.0), self._max_tokens)
+            factor, rows = min(max(MAX_STEP_S / seconds, 0.5), 2.0), num_replies + prompt_tokens
+            if factor < 1 or rows >= self._without_replies():
+                self._alone = min(max(rows * factor, 1.0), self._max_tokens)
 
     def _observe_beside(self, num_replies: int, prompt_tokens: int, seconds: float) -> None:
         if not self._plain_s:
@@ -117,7 +117,9 @@ class Pace:
             if not self._plain_s or self._owed:
                 return 0
             return self._beside_replies(num_replies)
-        return together if num_newcomers > 1 and not is_enough else self._max_tokens
+        if num_newcomers <= 1 or is_enough:
+            return self._max_tokens
+        return min(max(together - num_replies, MIN_TOKENS), self._max_tokens)
 
     def _beside_replies(self, num_replies: int) -> int:
         rows = int(self._beside) + num_replies

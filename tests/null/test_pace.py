@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from statistics import median
@@ -130,10 +131,10 @@ def test_a_machine_that_got_slower_is_believed() -> None:
 @pytest.mark.parametrize("max_tokens", [1, 3, 512])
 def test_limits_are_kept(max_tokens: int) -> None:
     learnt = Pace(max_tokens)
-    for replies in (0, 8, 3):
+    for replies, newcomers in itertools.product((0, 8, 3), (1, 2, 9)):
         for seconds in (1e-6, 10.0, 1e-6):
             for _ in range(50):
-                tokens = learnt.prompt_tokens(replies, 1, 5000)
+                tokens = learnt.prompt_tokens(replies, newcomers, 5000)
                 assert 0 <= tokens <= max_tokens
                 learnt.observe(replies, tokens, seconds)
 
@@ -184,7 +185,7 @@ def test_newcomers_that_one_step_is_enough_for_go_ahead(pending: int, go_ahead: 
 
 @pytest.mark.parametrize("replies", [0, 4])
 def test_no_step_is_for_a_small_rest_of_prompts(replies: int) -> None:
-    """A step may have 128 tokens, and 160 where nothing is left then."""
+    """A step may have 128 rows, of replies too, and 160 tokens where nothing is left then."""
     machine, learnt = line(0.004, 0.0006), Pace(MAX_TOKENS)
     feed(learnt, machine, 0, 5000, newcomers=2)
     for length in range(64, 400, 7):
@@ -192,7 +193,7 @@ def test_no_step_is_for_a_small_rest_of_prompts(replies: int) -> None:
         while left > 0:
             left -= learnt.prompt_tokens(replies, 2, left)
             steps += 1
-        assert steps == max(1, -(-(length - 160) // 128) + 1), length
+        assert steps == max(1, -(-(length - 160) // (128 - replies)) + 1), length
 
 
 def test_replies_have_their_pace_again_once_newcomers_are_few() -> None:
