@@ -130,8 +130,6 @@ class Product:
         if pairs.pays(k, fmt):
             self._pairs = PairProduct(k, fmt, groups, self.tile_bytes)
         self._sizes = block_sizes(k)
-        if self._pairs is not None:
-            self._sizes = tuple(n for n in self._sizes if n < self._pairs.least_rows)
         self._sums = k.stack(f32, TILE_ROWS * max(self._sizes))
         self._ahead = k.min(self.tile_bytes, k.const(AHEAD_BYTES))
         self._rest, self._row, self._size = (k.var(0, i64) for _ in range(3))

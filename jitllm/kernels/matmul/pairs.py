@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from jitllm.jit.emit import Kernel, Value, f32, f32v
 from jitllm.kernels.layout import ACT_RECORD_BYTES, GROUP, TILE_ROWS, WORD_ROW_BYTES, Format
-from jitllm.kernels.matmul.groups import LINE_BYTES, Group, PackedGroup, super_scales
+from jitllm.kernels.matmul.groups import AHEAD_BYTES, LINE_BYTES, Group, PackedGroup, super_scales
 from jitllm.kernels.matmul.products import add_products
 from jitllm.kernels.matmul.unpacked import CHUNK_GROUPS, Unpacked
 from jitllm.kernels.op import PANEL_TOKENS
@@ -26,16 +26,13 @@ PAIR_TILES = 2
 
 BLOCK_ROWS = 4
 
-_FILLED_ROWS = 3
-"""A block is worth its time if so many of its rows are there."""
+_LEAST_BLOCKS = 3
+"""Fewer are no gain. Where weights come out of memory, one or two blocks fetch those of both tiles
+in so short a time that not all are fetched (0.75 to 0.95 of the rate of one tile and eight rows);
+where weights are unpacked, that is paid by four rows in place of eight (0.95 to 1.0)."""
 
-_UNPACKING_BLOCKS = 3
-"""From so many blocks on it pays that weights are unpacked for four rows, and not for eight: with
-two of them it is 0.95 to 1.0 times as fast."""
-
-_AHEAD_CHUNKS = 2
-"""How far ahead weights are fetched: 4 to 9 KB of either tile. With one chunk, products out of
-memory take 1.1 times as long; three and four are no better."""
+LEAST_ROWS = _LEAST_BLOCKS * BLOCK_ROWS - 1
+"""A block that lacks one row is worth its time."""
 
 _SUMS_BYTES = PANEL_TOKENS * WORD_ROW_BYTES
 """The sums of a tile."""
@@ -82,15 +79,13 @@ class PairProduct:
         self.tile_bytes = tile_bytes
         self.sums = k.stack(f32, PAIR_TILES * PANEL_TOKENS * TILE_ROWS)
         self.unpacked = None if fmt.bits == 8 else Unpacked(k, fmt, PAIR_TILES, is_signed=False)
-        blocks = 1 if self.unpacked is None else _UNPACKING_BLOCKS
-        self.least_rows = blocks * BLOCK_ROWS - (BLOCK_ROWS - _FILLED_ROWS)
 
     def take(self, num_rows: Value) -> Value:
         """How many of so many rows `rows` is to take, first ones: whole blocks and maybe one that
-        is almost full; none of a few. The others are faster tile by tile."""
+        lacks a row; none of a few. The others are as fast tile by tile."""
         k = self.k
-        filled = (num_rows + (BLOCK_ROWS - _FILLED_ROWS)) & -BLOCK_ROWS
-        return k.select(num_rows >= self.least_rows, k.min(filled, num_rows), k.const(0))
+        taken = k.min((num_rows + 1) & -BLOCK_ROWS, num_rows)
+        return k.select(num_rows >= LEAST_ROWS, taken, k.const(0))
 
     def rows(
         self,
@@ -101,8 +96,8 @@ class PairProduct:
         source: Source,
         write: Write,
     ) -> None:
-        """The tiles at `weights` times activation rows [start, start + size), of which there are at
-        most PANEL_TOKENS.
+        """The tiles at `weights` times activation rows [start, start + size), of which there are
+        LEAST_ROWS to PANEL_TOKENS.
 
         num_tiles: 2 or 1; a tile that is missing is the other one again, and nobody reads its sums.
         """
@@ -143,29 +138,29 @@ class PairProduct:
         self, weights: Value, chunk: _Chunk, block: Value, num_blocks: Value
     ) -> Callable[[Value], None]:
         """ahead(g): fetch what falls to a block of the chunk's g-th groups, some chunks later: half
-        of one tile's, and more where there are fewer than four blocks.
+        of one tile's, and the other half too where there are only three blocks.
 
         What is later than the tiles' end is as much later than the beginning of the next two.
         """
         k, fmt = self.k, self.fmt
+        chunk_bytes = fmt.tile_bytes(CHUNK_GROUPS * GROUP)
+        num_chunks = -(-AHEAD_BYTES // (PAIR_TILES * chunk_bytes))
         half_bytes = -(-fmt.group_bytes // (2 * LINE_BYTES)) * LINE_BYTES
-        ahead_bytes = _AHEAD_CHUNKS * fmt.tile_bytes(CHUNK_GROUPS * GROUP) + fmt.super_header_bytes
+        later = k.min(self.tile_bytes, k.const(num_chunks * chunk_bytes))
+        limit = self.tile_bytes - later
         tile, half = block & 1, (block >> 1) & 1
-        mine, other = (weights + t * self.tile_bytes for t in (tile, 1 - tile))
+        mine = weights + tile * self.tile_bytes + later + fmt.super_header_bytes
 
         def fetch(tile: Value, half: Value) -> None:
             for line in range(0, half_bytes, LINE_BYTES):
                 k.prefetch(tile + half * half_bytes + line)
 
         def ahead(g: Value) -> None:
-            at = chunk.offset + g * fmt.group_bytes + ahead_bytes
-            at = at + k.select(at >= self.tile_bytes, self.tile_bytes, k.const(0))
+            at = chunk.offset + g * fmt.group_bytes
+            at = at + k.select(at >= limit, self.tile_bytes, k.const(0))
             fetch(mine + at, half)
             with k.if_(num_blocks < 4):
                 fetch(mine + at, 1 - half)
-                with k.if_(num_blocks < 2):
-                    fetch(other + at, half)
-                    fetch(other + at, 1 - half)
 
         return ahead
 
