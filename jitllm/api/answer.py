@@ -27,13 +27,13 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def as_json(value: Any) -> bytes:
-    """One JSON value, compact."""
-    return to_json(value)
+    """One JSON value, compact; null for a float that is no number."""
+    return to_json(value, inf_nan_mode="null")
 
 
 def event(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + to_json(value) + b"\n\n"
+    return b"data: " + as_json(value) + b"\n\n"
 
 
 class Outlet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from jitllm.api.answer import event
 from jitllm.api.app import create_app
 from jitllm.api.edge import depth_of
 from jitllm.api.service import Limits
@@ -264,3 +266,9 @@ def test_depth_counts_brackets() -> None:
 
 def test_limits_are_values() -> None:
     assert replace(Limits(), max_depth=3).max_depth == 3
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_events_are_json_whatever_floats_there_are(number: float) -> None:
+    data = event({"number": number, "text": "é"})
+    assert data == 'data: {"number":null,"text":"é"}\n\n'.encode()
