@@ -83,14 +83,14 @@ class PackedGroup:
 
     def _word(self, offset: int) -> Value:
         if offset not in self._words:
-            self._words[offset] = self.k.load(self.address + offset, i32v)
+            self._words[offset] = self.k.load(self.address, i32v, offset=offset)
         return self._words[offset]
 
     def _scale(self, offset: int, half: int, super_scale: Value | None) -> Value:
-        at = self.address + (offset + half * TILE_ROWS * self.fmt.scale_bytes)
+        offset += half * TILE_ROWS * self.fmt.scale_bytes
         if super_scale is None:
-            return self.k.load_f16(at)
-        small = self.k.load(at, vec(i8))
+            return self.k.load_f16(self.address + offset)
+        small = self.k.load(self.address, vec(i8), offset=offset)
         wide = small.sext(i32) if self.fmt.scale_signed else small.zext(i32)
         return super_scale * wide.to_float()
 

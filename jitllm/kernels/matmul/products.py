@@ -41,18 +41,18 @@ def add_products(
         for p in range(half * OPERANDS // halves, (half + 1) * OPERANDS // halves):
             operands = [tile.operand(p) for tile in tiles]
             for record, of_row in zip(records, dots, strict=True):
-                activations = k.splat(k.load(record + 4 * p, i32))
+                activations = k.splat(k.load(record, i32, offset=4 * p))
                 for operand, dot in zip(operands, of_row, strict=True):
                     dot.add(operand, activations)
         scales = [tile.scale(half) for tile in tiles]
         lows = [tile.low(half) for tile in tiles] if fmt.has_min else []
         for record, of_row, sums in zip(records, dots, acc, strict=True):
-            a_scale = k.load(record + ACT_SCALE, f32)
+            a_scale = k.load(record, f32, offset=ACT_SCALE)
             for t, (dot, total) in enumerate(zip(of_row, sums, strict=True)):
                 s = scales[t] * a_scale
                 total.set(k.fma(dot.total().to_float(), s, total.get()))
                 if fmt.has_min:
-                    a_sum = k.load(record + sum_at[half], f32)
+                    a_sum = k.load(record, f32, offset=sum_at[half])
                     total.set(k.fma(lows[t], a_sum, total.get()))
 
 
@@ -62,7 +62,7 @@ def _start(k: Kernel, fmt: Format, record: Value, half: int) -> Value:
         return k.const(0, i32v)
     halves = fmt.scales_per_group
     negative_at = (ACT_NEG_ISUM,) if halves == 1 else (ACT_NEG_ISUM_LO, ACT_NEG_ISUM_HI)
-    negative, shift = k.load(record + negative_at[half], i32), fmt.bias.bit_length() - 1
+    negative, shift = k.load(record, i32, offset=negative_at[half]), fmt.bias.bit_length() - 1
     # With one of them a record, a scalar shift spares a vector load; with two, registers for
     # scalars are what is short (5 % of Q6_K).
     return k.splat(negative << shift) if halves == 1 else k.splat(negative) << shift

@@ -93,7 +93,8 @@ class _Loaded:
 
     def operand(self, p: int) -> Value:
         memory = self.memory
-        return memory.k.load(memory.operand_at(self.n, p), i32v, align=64)
+        offset = p * WORD_ROW_BYTES
+        return memory.k.load(memory.operand_at(self.n, 0), i32v, offset=offset, align=64)
 
     def scale(self, half: int) -> Value:
         memory = self.memory
