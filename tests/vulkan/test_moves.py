@@ -167,9 +167,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
 
         runner.run = counted
 
-    def noting(self: Device, spans: tuple[Span, ...]) -> None:
+    def noting(self: Device, spans: tuple[Span, ...], wants_logits: tuple[int, ...] = ()) -> None:
         self.spans = spans  # type: ignore[attr-defined]
-        describe(self, spans)
+        describe(self, spans, wants_logits)
 
     monkeypatch.setattr(Device, "__init__", counting)
     monkeypatch.setattr(Device, "_describe", noting)
