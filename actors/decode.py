@@ -30,8 +30,6 @@ from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 TOP_BYTES = PAIR_BYTES * MAX_TOP_LOGPROBS
 """Room for the likeliest tokens of one output."""
 
-_I32 = Struct("<i")
-
 _Output = tuple[int, int, float, float, int]
 _OUTPUT = Struct(
     f"<{Field.TARGET}xi{Field.TOKEN - Field.TARGET - 4}xiff"

@@ -80,7 +80,7 @@ class Pace:
         else:
             # Most of the time goes to the tokens of prompts: go straight there.
             factor, rows = min(max(MAX_STEP_S / seconds, 0.5), 2.0), num_replies + prompt_tokens
-            if factor < 1 or rows >= self._without_replies():
+            if factor < 1 or rows >= self._rows_ahead():
                 self._alone = min(max(rows * factor, 1.0), self._max_tokens)
 
     def _observe_beside(self, num_replies: int, prompt_tokens: int, seconds: float) -> None:
@@ -108,7 +108,7 @@ class Pace:
         num_replies: rows that are in the middle of a reply. num_newcomers: who waits for a first
         token, and has a row or could; pending_tokens: what is left of their prompts.
         """
-        together = self._without_replies()
+        together = self._rows_ahead()
         is_enough = pending_tokens <= min(together * (1 + MAX_REST), self._max_tokens)
         self._is_ahead = num_newcomers > 1 and (
             num_replies <= REPLIES_PER_NEWCOMER * num_newcomers or is_enough
@@ -126,6 +126,7 @@ class Pace:
         tokens = rows - rows % ROW_TOKENS - num_replies
         return min(max(tokens, MIN_TOKENS), self._max_tokens)
 
-    def _without_replies(self) -> int:
+    def _rows_ahead(self) -> int:
+        """Rows of a step whose prompts go ahead: whole panels."""
         panels = max(int(self._alone) // PANEL_TOKENS, 1)
         return min(panels * PANEL_TOKENS, self._max_tokens)
