@@ -58,8 +58,11 @@ def test_a_model_against_the_peer(
 def test_a_billion_weights_against_the_peer(
     weight_type: str, prompt: int, decode: int, tmp_path: Path
 ) -> None:
-    """A llama of 16 blocks with random weights, the same file for both engines. Prompts and decoding
-    apart: what is compared lies closer together in time, and memory's rate changes by the minute."""
+    """A llama of 16 blocks with random weights, the same file for both engines.
+
+    Prompts and decoding apart: what is compared lies closer together in time, and the rate of
+    memory changes by the minute.
+    """
     shape = replace(ONE_BILLION, weight_type=GGMLQuantizationType[weight_type])
     source, model = write_models(tmp_path, shape)
     against_the_peer(source, model, prompt, decode)
