@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ from actors.messages.scheduler import (
     Park,
     Rebudget,
     Resume,
-    SchedulerStats,
     SchedulerStatsRequest,
     Sessions,
     SessionsRequest,
@@ -40,6 +39,7 @@ from jitllm.engine import (
     Pages,
     ParkedIn,
     Request,
+    SchedulerStats,
     SessionState,
 )
 from jitllm.memory.use import PHASES, ExpertUse, Phase, PhaseUse
@@ -108,11 +108,11 @@ class Client:
         scheduler: SchedulerStats = await self._scheduler.ask(SchedulerStatsRequest())
         uses = await self._uses()
         devices = [device for _, device in uses.values()]
+        counted = {field.name: getattr(scheduler, field.name) for field in fields(scheduler)}
+        counted["lost"] = tuple(n for n in self._sites if n in scheduler.lost or n not in uses)
         return EngineStats(
+            **counted,
             pages=_pages(uses.values()),
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            steps=scheduler.steps,
             kv_bytes=sum(device.kv_bytes for device in devices),
             scratch_bytes=sum(device.scratch_bytes for device in devices),
             threads=sum(device.threads for device in devices),
@@ -120,30 +120,10 @@ class Client:
             context_tokens=devices[0].context_tokens,
             kv_idle_bytes=sum(device.kv_idle_bytes for device in devices),
             kv_spill=reduce(KvSpill.plus, (device.kv_spill for device in devices), KvSpill()),
-            placement=scheduler.placement,
             devices=tuple(
                 _use(name, self._sites[name].node, scheduler.placement, *use)
                 for name, use in uses.items()
             ),
-            declines=scheduler.declines,
-            moves=scheduler.moves,
-            moved_blocks=scheduler.moved_blocks,
-            move_totals=scheduler.move_totals,
-            last_move=scheduler.last_move,
-            sent_home=scheduler.sent_home,
-            brought_back=scheduler.brought_back,
-            seam_trials=scheduler.seam_trials,
-            losses=scheduler.losses,
-            recovery_s=scheduler.recovery_s,
-            lost=tuple(n for n in self._sites if n in scheduler.lost or n not in uses),
-            is_draining=scheduler.is_draining,
-            parked=scheduler.parked,
-            parked_disk_bytes=scheduler.parked_disk_bytes,
-            parked_memory_bytes=scheduler.parked_memory_bytes,
-            park_totals=scheduler.park_totals,
-            prefix_disk_bytes=scheduler.prefix_disk_bytes,
-            prefix_waiting_bytes=scheduler.prefix_waiting_bytes,
-            prefix_totals=scheduler.prefix_totals,
         )
 
     async def _uses(self) -> dict[str, tuple[PagerStats, DeviceStats]]:

@@ -32,8 +32,9 @@ from actors.messages.manager import (
     Publish,
     Withdraw,
 )
-from actors.messages.scheduler import Drain, SchedulerStats, SchedulerStatsRequest
+from actors.messages.scheduler import Drain, SchedulerStatsRequest
 from actors.parts import Parts
+from jitllm.engine import SchedulerStats
 from jitllm.errors import JitllmError
 from jitllm.log import logger
 from jitllm.memory.host import HostReport

@@ -32,7 +32,6 @@ from actors.messages.scheduler import (
     Rebudget,
     Resume,
     SchedulerMessage,
-    SchedulerStats,
     SchedulerStatsRequest,
     Sessions,
     SessionsRequest,
@@ -47,7 +46,16 @@ from actors.reply import Reply
 from actors.route import Route
 from actors.seam import Seam
 from actors.stepper import Stepper
-from jitllm.engine import Delta, Finish, Outputs, ParkedIn, Priority, Request, SessionState
+from jitllm.engine import (
+    Delta,
+    Finish,
+    Outputs,
+    ParkedIn,
+    Priority,
+    Request,
+    SchedulerStats,
+    SessionState,
+)
 from jitllm.errors import Draining, JitllmError, OutOfPages, QueueFull
 from jitllm.log import logger
 from jitllm.memory import prefix

@@ -369,26 +369,14 @@ class PrefixTotals:
     restore_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of a served model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """What a scheduler counts: sequences, steps, where blocks are, and what became of devices."""
 
-    pages: Pages
     running: int
     waiting: int
     steps: int
-    kv_bytes: int
-    """Keys and values of sequences that run, as far as they are in memory."""
-    scratch_bytes: int
-    threads: int
-    tier: str
-    context_tokens: int
-    kv_idle_bytes: int = 0
-    """Keys and values of prefixes that are kept in case a prompt begins with them."""
-    kv_spill: KvSpill = KvSpill()
-    placement: Placement = field(default_factory=lambda: Placement.all_on("cpu:0", 0))
-    devices: tuple[DeviceUse, ...] = ()
-    """Those that live, in the order of -devices."""
+    placement: Placement
     declines: tuple[Decline, ...] = ()
     """What was asked for of the placement and is not so."""
     moves: int = 0
@@ -422,6 +410,24 @@ class EngineStats:
     prefix_waiting_bytes: int = 0
     """What is on its way there; it counts as `Pages.fixed_bytes`."""
     prefix_totals: PrefixTotals = field(default_factory=PrefixTotals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(SchedulerStats):
+    """A snapshot of a served model: what its scheduler counts, and what its devices hold."""
+
+    pages: Pages
+    kv_bytes: int
+    """Keys and values of sequences that run, as far as they are in memory."""
+    scratch_bytes: int
+    threads: int
+    tier: str
+    context_tokens: int
+    kv_idle_bytes: int = 0
+    """Keys and values of prefixes that are kept in case a prompt begins with them."""
+    kv_spill: KvSpill = KvSpill()
+    devices: tuple[DeviceUse, ...] = ()
+    """Those that live, in the order of -devices."""
 
 
 class Engine(Protocol):

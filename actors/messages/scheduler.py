@@ -2,61 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from actors.actor import Message
 from actors.parts import Parts
-from jitllm.engine import (
-    Delta,
-    Moved,
-    MoveTotals,
-    ParkedIn,
-    ParkTotals,
-    PrefixTotals,
-    Request,
-    SessionState,
-)
-from jitllm.schedule.placement import Decline, Placement
+from jitllm.engine import Delta, Moved, ParkedIn, Request, SchedulerStats, SessionState
 from jitllm.schedule.placement_map import PlacementMap
-from jitllm.schedule.seam_trial import SeamTrial
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Sequences, steps, where blocks are, and what became of devices."""
-
-    running: int
-    waiting: int
-    steps: int
-    placement: Placement
-    declines: tuple[Decline, ...]
-    """What was asked for of the placement and is not so."""
-    moves: int
-    """How many there were."""
-    moved_blocks: int
-    move_totals: MoveTotals
-    last_move: Moved | None
-    losses: int
-    """Deaths of devices."""
-    recovery_s: float
-    """After the last of them, until devices were ready again."""
-    lost: tuple[str, ...]
-    """Devices that did not come back."""
-    sent_home: int = 0
-    """Blocks that went home, to the host, because keys and values needed their room."""
-    brought_back: int = 0
-    """Of those, how many came back."""
-    seam_trials: tuple[SeamTrial, ...] = ()
-    is_draining: bool = False
-    """Whether requests are refused."""
-    parked: int = 0
-    """Sequences that wait until they are resumed."""
-    parked_disk_bytes: int = 0
-    parked_memory_bytes: int = 0
-    park_totals: ParkTotals = field(default_factory=ParkTotals)
-    prefix_disk_bytes: int = 0
-    prefix_waiting_bytes: int = 0
-    prefix_totals: PrefixTotals = field(default_factory=PrefixTotals)
 
 
 @dataclass(frozen=True, slots=True)

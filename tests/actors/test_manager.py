@@ -26,10 +26,10 @@ from actors.messages.manager import (
     NodesRequest,
     Working,
 )
-from actors.messages.scheduler import Drain, SchedulerStats, SchedulerStatsRequest
+from actors.messages.scheduler import Drain, SchedulerStatsRequest
 from jitllm.config import EngineConfig, Probe, resolve
 from jitllm.devices.choose import AvailableDevice
-from jitllm.engine import MoveTotals
+from jitllm.engine import SchedulerStats
 from jitllm.errors import JitllmError, UsageError
 from jitllm.memory.host import HostReport
 from jitllm.schedule.placement import Placement
@@ -79,14 +79,6 @@ class FakeScheduler(Actor):
                     waiting=0,
                     steps=0,
                     placement=Placement.all_on("cpu:0", 2),
-                    declines=(),
-                    moves=0,
-                    moved_blocks=0,
-                    move_totals=MoveTotals(),
-                    last_move=None,
-                    losses=0,
-                    recovery_s=0.0,
-                    lost=(),
                     is_draining=self.is_draining,
                 )
         raise AssertionError(message)

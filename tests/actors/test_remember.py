@@ -19,8 +19,8 @@ from actors.local import LocalRef
 from actors.mailbox import Lost
 from actors.messages.device import Close, Open, Pack, Parcel, Restore, Step, StepDone, Unpacked
 from actors.messages.pager import Reserve
-from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
-from jitllm.engine import Finish, Request
+from actors.messages.scheduler import SchedulerStatsRequest
+from jitllm.engine import Finish, Request, SchedulerStats
 from jitllm.memory.prefix_file import Draft, PrefixKind, decode
 from jitllm.memory.prefix_store import PrefixFolder, PrefixStore, Saved
 from tests.actors.test_losses import MortalDevice, at, ever

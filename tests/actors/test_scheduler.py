@@ -13,11 +13,11 @@ import pytest
 from actors.carry import Carrier, Frame, Frames, Kind
 from actors.client import Client
 from actors.local import LocalRef, Runtime
-from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest, Submit
+from actors.messages.scheduler import SchedulerStatsRequest, Submit
 from actors.route import Site
 from actors.scheduler import Scheduler
 from actors.session import Session
-from jitllm.engine import Delta, Finish, Priority, Request
+from jitllm.engine import Delta, Finish, Priority, Request, SchedulerStats
 from jitllm.errors import QueueFull
 from jitllm.schedule.plan import Budget
 from jitllm.schedule.sequence import MAX_PASSED

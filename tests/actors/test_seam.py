@@ -26,9 +26,9 @@ from actors.messages.device import (
     Steps,
     Unpack,
 )
-from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
+from actors.messages.scheduler import SchedulerStatsRequest
 from actors.relocate import Mover
-from jitllm.engine import Delta, Finish, Moved, Request
+from jitllm.engine import Delta, Finish, Moved, Request, SchedulerStats
 from jitllm.errors import JitllmError, OutOfPages
 from jitllm.schedule.placement import Placement
 from tests.actors.movable_device import A, B, Fault, Scene, moving, reply_to

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from actors.messages.device import Step
-from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
-from jitllm.engine import Request
+from actors.messages.scheduler import SchedulerStatsRequest
+from jitllm.engine import Request, SchedulerStats
 from jitllm.schedule.seam_trial import SeamTrial, judge, seams
 from tests.actors.movable_device import A, B, MovableDevice, moving, reply_to
 from tests.actors.test_scheduler import all_of, tokens

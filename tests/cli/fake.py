@@ -29,6 +29,7 @@ from jitllm.engine import (
     Usage,
 )
 from jitllm.errors import ContextOverflow
+from jitllm.schedule.placement import Placement
 from jitllm.text.chat import ChatTemplate
 from jitllm.text.tokenizer import StreamDecoder
 
@@ -169,8 +170,19 @@ class FakeEngine:
             fixed_bytes=DENSE_BYTES,
             over_budget_bytes=self.over_budget_bytes,
         )
-        context = self.context_tokens
-        return EngineStats(pages, 0, 0, self.steps, 1 << 20, 0, 2, "plain", context, **self.more)
+        placed = {"placement": Placement.all_on("cpu:0", NUM_BLOCKS)}
+        return EngineStats(
+            pages=pages,
+            running=0,
+            waiting=0,
+            steps=self.steps,
+            kv_bytes=1 << 20,
+            scratch_bytes=0,
+            threads=2,
+            tier="plain",
+            context_tokens=self.context_tokens,
+            **placed | self.more,
+        )
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         return (await self.stats()).pages

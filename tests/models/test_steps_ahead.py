@@ -14,11 +14,11 @@ import pytest
 
 from actors.decode import results
 from actors.messages.device import Close, Open, Opened, Recall, Shrink, Step, Steps
-from actors.messages.scheduler import SchedulerStats, SchedulerStatsRequest
+from actors.messages.scheduler import SchedulerStatsRequest
 from actors.parts import Parts
 from jitllm.compose import Loaded
 from jitllm.devices.host import HostProgram
-from jitllm.engine import Delta, Finish, Request, Sampling
+from jitllm.engine import Delta, Finish, Request, Sampling, SchedulerStats
 from jitllm.schedule import pace, plan
 from jitllm.schedule.step import Span, SpanOutputs, SpanResult
 from tests.conftest import TinyModel
