@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from jitllm.devices.fuse import fused
 from jitllm.devices.memory import Memory, Span
 from jitllm.devices.mixtures import parts
 from jitllm.devices.order import ordered
@@ -90,10 +91,10 @@ class HostProgram:
         self.blocks: list[range] = []
         """The sections of each block."""
         for _, ops in blocks:
-            found = parts(ops)
+            found = parts(fused(ops))
             self.blocks.append(range(len(sections), len(sections) + len(found)))
             sections += found
-        sections.append(head)
+        sections.append(fused(head))
         self._offsets, self.scratch_bytes = self._lay_out(sections)
         self._scratch: Span = memory.reserve(self.scratch_bytes)
         launches: list[Launch] = []

@@ -48,6 +48,11 @@ class Buffer:
         return -(-self.width // 32) * 128
 
 
+def written(dst: Buffer, quantized: Buffer | None, *, drops: bool) -> tuple[Buffer, ...]:
+    """What an op writes that may give records of its result, too, and drop the result itself."""
+    return (() if drops else (dst,)) + (() if quantized is None else (quantized,))
+
+
 PAGES = Buffer("pages", 0)
 """Stands for KV pages in the reads and writes of ops that use them, so that order is kept."""
 

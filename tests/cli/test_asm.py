@@ -15,7 +15,7 @@ def test_without_words_all_ops_are_listed_with_what_they_take(jitllm: Jitllm) ->
     rows = {line.split()[0]: line.split()[1:] for line in done.out.splitlines()}
     assert sorted(rows) == ops()
     assert "Q4_K" in rows["matmul"][0].split("|")
-    assert rows["norm"] == ["[add=False]"]
+    assert rows["norm"] == ["[add=False]", "[quantizes=False]", "[drops=False]"]
     assert rows["quantize"] == []
 
 

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from jitllm.jit.tiers import PLAIN, Tier
 from jitllm.kernels.glu import Glu
 from jitllm.kernels.glu.reference import glu
-from jitllm.kernels.op import Buffer, Rows
+from jitllm.kernels.op import Buffer, Element, Rows
+from jitllm.kernels.quantize.reference import quantize
 from tests.ops.harness import HERE, Rig
 
 KINDS = ["silu", "gelu"]
@@ -53,6 +54,24 @@ def test_widths(tier: Tier, kind: str, width: int) -> None:
     np.testing.assert_allclose(got, glu(gate, up, kind), rtol=2e-6, atol=1e-7)
     assert got.tobytes() == run(gate, up, kind, PLAIN).tobytes()
     assert got.tobytes() == run(gate, up, kind, tier, pieces=3).tobytes()
+
+
+@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [*range(1, 71), 511, 512, 513, 2048])
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_quantised_on_the_way(tier: Tier, kind: str, width: int, drops: bool) -> None:
+    """The records of what is written otherwise; nothing else is written where it is dropped."""
+    gate, up = data(2, width)
+    expected = run(gate, up, kind, tier)
+    sources = Buffer("gate", width), Buffer("up", width)
+    dst, records = Buffer("dst", width), Buffer("records", width, element=Element.Q8)
+    for pieces in (1, 3):
+        rig = Rig(2, 0, arrays={"gate": gate, "up": up})
+        rig.run(Glu(*sources, dst, kind, records, drops), tier, pieces)
+        assert (rig.value("records").reshape(2, -1) == quantize(expected)).all()
+        assert ("dst" in rig.buffers) != drops
+        assert drops or rig.value("dst").tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("tier", HERE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -10,7 +12,8 @@ from jitllm.jit.tiers import PLAIN, Tier
 from jitllm.kernels.layout import FormatCode
 from jitllm.kernels.norm import Norm
 from jitllm.kernels.norm.reference import norm
-from jitllm.kernels.op import Buffer, Rows, Weight
+from jitllm.kernels.op import Buffer, Element, Rows, Weight
+from jitllm.kernels.quantize.reference import quantize
 from tests.ops.harness import HERE, Rig
 
 Floats = NDArray[np.float32]
@@ -99,6 +102,27 @@ def test_in_place(tier: Tier, into: str, width: int, segment: int) -> None:
     x, weight, add = data(4, width, segment)
     expected = run(x, weight, add, tier)
     assert run(x, weight, add, tier, into=into).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("tier", HERE)
+@pytest.mark.parametrize("width", [*range(1, 71), 640, 2048])
+@pytest.mark.parametrize("with_add", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_quantised_on_the_way(tier: Tier, width: int, with_add: bool, drops: bool) -> None:
+    """The records of what is written otherwise; nothing else is written where it is dropped."""
+    x, weight, residual = data(3, width, width)
+    expected = run(x, weight, residual if with_add else None, tier)
+    src, dst, add = (Buffer(name, width) for name in ("src", "dst", "add"))
+    records = replace(dst, name="records", element=Element.Q8)
+    gain = Weight("gain", 0, FormatCode.F32, 0, width)
+    op = Norm(src, dst, gain, EPS, width, add if with_add else None, records, drops)
+    arrays = {"src": x, "add": residual} if with_add else {"src": x}
+    for pieces in (1, 3):
+        rig = Rig(3, 0, arrays=arrays, weights={("gain", 0): weight.tobytes()})
+        rig.run(op, tier, pieces)
+        assert (rig.value("records").reshape(3, -1) == quantize(expected)).all()
+        assert ("dst" in rig.buffers) != drops
+        assert drops or rig.value("dst").tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("tier", HERE)

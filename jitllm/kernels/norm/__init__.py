@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jitllm.kernels.op import Buffer, Weight
+from jitllm.kernels.op import Buffer, Weight, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,9 @@ class Norm:
     Arithmetic: 16 lanes; lane l takes elements l, l+16, .. of the segment: acc = fma(x, x, acc); a
     ragged end contributes to its lanes only; the lanes are summed as the fixed tree `hsum`.
     r = 1 / sqrt(sum / segment + eps), all f32 and correctly rounded; y = (x * r) * weight; + add.
+
+    quantized: records of dst, as `Quantize` makes them, where a segment is a row. drops: dst
+    itself is not written.
     """
 
     src: Buffer
@@ -26,6 +29,8 @@ class Norm:
     eps: float
     segment: int
     add: Buffer | None = None
+    quantized: Buffer | None = None
+    drops: bool = False
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
@@ -35,7 +40,7 @@ class Norm:
     @property
     def writes(self) -> tuple[Buffer, ...]:
         """The normalised rows."""
-        return (self.dst,)
+        return written(self.dst, self.quantized, drops=self.drops)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
