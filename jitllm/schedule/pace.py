@@ -109,7 +109,8 @@ class Pace:
         token, and has a row or could; pending_tokens: what is left of their prompts.
         """
         together = self._rows_ahead()
-        is_enough = pending_tokens <= min(together * (1 + MAX_REST), self._max_tokens)
+        most = min(int(together * (1 + MAX_REST)), self._max_tokens)
+        is_enough = pending_tokens <= most
         self._is_ahead = num_newcomers > 1 and (
             num_replies <= REPLIES_PER_NEWCOMER * num_newcomers or is_enough
         )
@@ -119,7 +120,12 @@ class Pace:
             return self._beside_replies(num_replies)
         if num_newcomers <= 1 or is_enough:
             return self._max_tokens
-        return min(max(together - num_replies, MIN_TOKENS), self._max_tokens)
+        rows = together
+        if pending_tokens + num_replies <= min(together * (2 + MAX_REST), 2 * most):
+            # Of the last two steps the first has the larger half: more first tokens are early.
+            half = num_replies - -pending_tokens // 2
+            rows = min(-(-half // PANEL_TOKENS) * PANEL_TOKENS, most)
+        return min(max(rows - num_replies, MIN_TOKENS), self._max_tokens)
 
     def _beside_replies(self, num_replies: int) -> int:
         rows = int(self._beside) + num_replies

@@ -202,3 +202,15 @@ def test_replies_have_their_pace_again_once_newcomers_are_few() -> None:
     before = learnt.prompt_tokens(8, 1, 5000)
     feed(learnt, machine, 8, 2000, newcomers=8)
     assert learnt.prompt_tokens(8, 1, 5000) == before
+
+
+def test_the_first_of_the_last_two_steps_has_the_larger_half_of_the_prompts() -> None:
+    """Sixteen prompts of 63 tokens where a step may have 448 rows: eight of them, then the rest,
+    and not seven and nine. Beside a reply, likewise."""
+    machine, learnt = line(0.004, 0.0002), Pace(MAX_TOKENS)
+    feed(learnt, machine, 0, 20_000, newcomers=2)
+    assert learnt.prompt_tokens(0, 16, 5000) == 448
+    assert learnt.prompt_tokens(0, 16, 16 * 63) == 512
+    assert learnt.prompt_tokens(1, 15, 15 * 63) == 511
+    assert learnt.prompt_tokens(0, 10, 600) == 320
+    assert learnt.prompt_tokens(0, 16, 16 * 63 - 512) == MAX_TOKENS  # all that is left
