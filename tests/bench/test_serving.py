@@ -28,7 +28,7 @@ from tests.bench.paired import Sample, compare
 SOURCE, PEER = os.environ.get("JITLLM_BENCH_GGUF"), os.environ.get("JITLLM_PEER_SERVER")
 PAIRS = int(os.environ.get("JITLLM_BENCH_PAIRS", "10"))
 NUM_STREAMS, NUM_WORDS, NUM_TOKENS = 16, 60, 48
-NUM_ROUNDS = 3
+NUM_ROUNDS = 6
 """Rounds of a sample against the peer: first tokens come in groups, and whether the middle of
 sixteen is in the first group or in the second is a matter of milliseconds."""
 
