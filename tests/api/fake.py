@@ -42,7 +42,7 @@ from jitllm.errors import (
 from jitllm.schedule.placement import Decline, Placement
 from jitllm.schedule.placement_map import attached, parse_map
 from jitllm.text.chat import ChatTemplate
-from tests.cli.fake import BOS, EOS, VOCAB, ByteTokenizer
+from tests.cli.fake import BOS, EOS, VOCAB, ByteTokenizer, fake_stats
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
@@ -194,16 +194,11 @@ class FakeEngine:
         totals = MoveTotals()
         for moved in self.moves:
             totals = totals.plus(moved)
-        return EngineStats(
-            pages=pages,
+        return fake_stats(
+            pages,
+            self.steps,
+            self.context_tokens,
             running=self.running,
-            waiting=0,
-            steps=self.steps,
-            kv_bytes=1 << 20,
-            scratch_bytes=0,
-            threads=2,
-            tier="plain",
-            context_tokens=self.context_tokens,
             placement=self.placement,
             devices=tuple(map(self._use, self._living)),
             declines=self.declines,

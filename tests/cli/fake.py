@@ -71,6 +71,20 @@ class ByteTokenizer:
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}assistant: "
 
 
+def fake_stats(pages: Pages, steps: int, context_tokens: int, **more: Any) -> EngineStats:
+    """Statistics of two threads that hold a MiB of keys and values. more: other fields, or others
+    than these."""
+    about = {
+        "running": 0,
+        "waiting": 0,
+        "kv_bytes": 1 << 20,
+        "scratch_bytes": 0,
+        "threads": 2,
+        "tier": "plain",
+    }
+    return EngineStats(pages=pages, steps=steps, context_tokens=context_tokens, **about | more)
+
+
 @dataclass
 class FakeEngine:
     """Answers every request with `says` and EOS, over and over if EOS does not stop it.
@@ -171,18 +185,7 @@ class FakeEngine:
             over_budget_bytes=self.over_budget_bytes,
         )
         placed = {"placement": Placement.all_on("cpu:0", NUM_BLOCKS)}
-        return EngineStats(
-            pages=pages,
-            running=0,
-            waiting=0,
-            steps=self.steps,
-            kv_bytes=1 << 20,
-            scratch_bytes=0,
-            threads=2,
-            tier="plain",
-            context_tokens=self.context_tokens,
-            **placed | self.more,
-        )
+        return fake_stats(pages, self.steps, self.context_tokens, **placed | self.more)
 
     async def set_budget(self, budget_bytes: int) -> Pages:
         return (await self.stats()).pages

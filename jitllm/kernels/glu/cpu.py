@@ -8,7 +8,7 @@ from jitllm.jit.emit import LANES, Kernel, Value, f32, f32v
 from jitllm.kernels.glu import Glu
 from jitllm.kernels.layout import GROUP
 from jitllm.kernels.op import Count, Env, KernelSpec, Launch, Rows
-from jitllm.kernels.quantize.cpu import GROUP_BYTES, fours, halves_at, store_records
+from jitllm.kernels.quantize.cpu import GROUP_BYTES, fours, halves_at, records_at, store_records
 
 GATE, UP, DST, GATE_STRIDE, UP_STRIDE, DST_STRIDE, CHUNKS, COLUMNS = range(8)
 RECORDS, RECORDS_STRIDE = 8, 9
@@ -32,8 +32,7 @@ def launches(op: Glu, env: Env) -> list[Launch]:
         op.dst.stride_bytes,
         chunks,
         columns,
-        0 if op.quantized is None else env.buffer(op.quantized),
-        0 if op.quantized is None else op.quantized.stride_bytes,
+        *records_at(op.quantized, env),
     )
     count = Count.OUTPUTS if op.dst.rows is Rows.OUTPUTS else Count.TOKENS
     quantizes = op.quantized is not None

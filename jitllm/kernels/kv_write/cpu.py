@@ -6,7 +6,7 @@ from jitllm.jit.emit import LANES, Kernel, Value, f32, i8, i16, i32, i64, lanes_
 from jitllm.kernels.kv_write import KvWrite, page_matrices
 from jitllm.kernels.layout import GROUP
 from jitllm.kernels.op import Count, Ctx, Env, KernelSpec, Launch
-from jitllm.kernels.quantize.cpu import halves_at, quantized
+from jitllm.kernels.quantize.cpu import GROUP_BYTES, halves_at, quantized
 
 
 def launches(op: KvWrite, env: Env) -> list[Launch]:
@@ -114,6 +114,6 @@ class _Groups:
 
     def group(self, source: Value, group: Value, scales: Value) -> tuple[Value, Value]:
         """The halves of a group, i32 [16] in -127..127; its scale is stored."""
-        scale, low, high = quantized(self.k, halves_at(self.k, source + group * (GROUP * 4)))
+        scale, low, high = quantized(self.k, halves_at(self.k, source + group * GROUP_BYTES))
         self.k.store_f16(scale, scales + group * (self.page_tokens * 2))
         return low, high

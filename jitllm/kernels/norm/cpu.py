@@ -13,6 +13,7 @@ from jitllm.kernels.quantize.cpu import (
     Halves,
     fours,
     halves_at,
+    records_at,
     store_records,
 )
 
@@ -36,8 +37,7 @@ def launches(op: Norm, env: Env) -> list[Launch]:
         op.segment,
         segments,
         f32_bits(op.eps),
-        0 if op.quantized is None else env.buffer(op.quantized),
-        0 if op.quantized is None else op.quantized.stride_bytes,
+        *records_at(op.quantized, env),
     )
     count = Count.OUTPUTS if op.dst.rows is Rows.OUTPUTS else Count.TOKENS
     quantizes = op.quantized is not None

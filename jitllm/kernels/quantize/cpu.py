@@ -18,7 +18,7 @@ from jitllm.kernels.layout import (
     ACT_SUM_LO,
     GROUP,
 )
-from jitllm.kernels.op import Count, Env, KernelSpec, Launch, Rows
+from jitllm.kernels.op import Buffer, Count, Env, KernelSpec, Launch, Rows
 from jitllm.kernels.quantize import Quantize
 
 SRC, DST, SRC_STRIDE, DST_STRIDE, GROUPS = range(5)
@@ -51,6 +51,12 @@ def emit(k: Kernel) -> None:
             store_records(k, [halves_at(k, src + g * GROUP_BYTES) for g in four], dst, four)
 
 
+def records_at(quantized: Buffer | None, env: Env) -> tuple[int, int]:
+    """Argument words of an op that may give records as well: their address, and bytes between rows
+    of them."""
+    return (0, 0) if quantized is None else (env.buffer(quantized), quantized.stride_bytes)
+
+
 Halves = tuple[Value, Value]
 """The f32 of a group, in two vectors."""
 
@@ -81,7 +87,7 @@ def quantized(k: Kernel, halves: Halves) -> tuple[Value, Value, Value]:
 def store_records(k: Kernel, four: Sequence[Halves], row: Value, groups: Sequence[Value]) -> None:
     """Write the records of four groups to their places in a row.
 
-    Alone, a group would be an eighth of the arithmetic and the rest of it folding vectors.
+    Four are folded and divided together: for one alone, that is a chain as long as for all.
     """
     scales, inverses = _scale(k, _folded(k, [_sizes(k, halves) for halves in four], k.max))
     numbers = [
